@@ -1,4 +1,4 @@
-"""The server's routes: HTTP in OpenAI's language around a `Service`. Nothing here loads torch."""
+"""The server's routes: HTTP in OpenAI's language around an `AnyService`. Nothing here loads torch."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from locret_stream.serving import names
+from locret_stream.serving.any_service import AnyService
 from locret_stream.serving.bodies import Json, decode, read_whole
 from locret_stream.serving.chat import completion
 from locret_stream.serving.errors import ApiError
@@ -21,7 +22,6 @@ from locret_stream.serving.items import item_json, page_json, read_page
 from locret_stream.serving.keys import Keys
 from locret_stream.serving.metrics import CONTENT_TYPE
 from locret_stream.serving.responses import read_messages
-from locret_stream.serving.service import Service
 from locret_stream.serving.streams import error_response, json_response, stream, while_there
 
 MOST_BODY = 16 << 20  # bytes of a JSON body; streams have no limit
@@ -30,13 +30,13 @@ LOCAL = {"localhost", "127.0.0.1", "::1"}
 PAGE = Path(__file__).with_name("page.html")
 _PAGE_POLICY = ("default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; "
                 "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'")
-Handler = Callable[[Request, Service], Awaitable[Response]]
+Handler = Callable[[Request, AnyService], Awaitable[Response]]
 
 
 def guarded(handler: Handler) -> Callable[[Request], Awaitable[Response]]:
     """A handler for callers who may; its errors become responses."""
     async def run(request: Request) -> Response:
-        service: Service = request.app.state.service
+        service: AnyService = request.app.state.service
         request.state.read = False
         try:
             _check_caller(request)
@@ -105,7 +105,7 @@ def thread_of(request: Request, session: str | None = None) -> tuple[str, str]:
 # -- OpenAI's endpoints -----------------------------------------------------------------------------------------
 
 
-async def chat_completions(request: Request, service: Service) -> Response:
+async def chat_completions(request: Request, service: AnyService) -> Response:
     body = await read_body(request)
     session = names.session_of(request.headers, body)
     chunks = service.chat(body, None if session is None else request.state.tenant + session,
@@ -116,7 +116,7 @@ async def chat_completions(request: Request, service: Service) -> Response:
         return json_response(await while_there(request, completion(chunks)))
 
 
-async def responses(request: Request, service: Service) -> Response:
+async def responses(request: Request, service: AnyService) -> Response:
     body = await read_body(request)
     response, events = service.respond(body, names.session_of(request.headers, body), request.state.tenant)
     if body.get("stream"):
@@ -132,7 +132,7 @@ async def responses(request: Request, service: Service) -> Response:
         return json_response(await while_there(request, whole()))
 
 
-async def create_conversation(request: Request, service: Service) -> Response:
+async def create_conversation(request: Request, service: AnyService) -> Response:
     body = await read_body(request)
     items = body.get("items") or []
     if not isinstance(items, list):
@@ -151,7 +151,7 @@ async def create_conversation(request: Request, service: Service) -> Response:
     return json_response(_conversation(session) | {"metadata": body.get("metadata") or {}})
 
 
-async def conversation(request: Request, service: Service) -> Response:
+async def conversation(request: Request, service: AnyService) -> Response:
     session, thread = thread_of(request)
     if request.method == "DELETE":
         await service.forget(thread, session)
@@ -164,7 +164,7 @@ def _conversation(session: str) -> Json:
     return {"id": session, "object": "conversation", "created_at": names.created_at(session), "metadata": {}}
 
 
-async def conversation_items(request: Request, service: Service) -> Response:
+async def conversation_items(request: Request, service: AnyService) -> Response:
     if request.method == "POST":
         return await add_items(request, service)
     if request.method == "DELETE":  # else the path would be read as a conversation of that name
@@ -175,7 +175,7 @@ async def conversation_items(request: Request, service: Service) -> Response:
     return json_response(await while_there(request, service.items(thread, session, limit, after, newest_first)))
 
 
-async def conversation_item(request: Request, service: Service) -> Response:
+async def conversation_item(request: Request, service: AnyService) -> Response:
     (session, thread), item_id = thread_of(request), request.path_params["item"]
     if request.method == "DELETE":
         await while_there(request, service.drop_item(thread, item_id))
@@ -183,7 +183,7 @@ async def conversation_item(request: Request, service: Service) -> Response:
     return json_response(await while_there(request, service.item(thread, session, item_id)))
 
 
-async def add_items(request: Request, service: Service) -> Response:
+async def add_items(request: Request, service: AnyService) -> Response:
     body, (session, thread) = await read_body(request), thread_of(request)
     items = body.get("items")
     if not isinstance(items, list) or not items:
@@ -193,27 +193,27 @@ async def add_items(request: Request, service: Service) -> Response:
     return json_response(page_json([item_json(each, session) for each in told], more=False))
 
 
-async def models(request: Request, service: Service) -> Response:
+async def models(request: Request, service: AnyService) -> Response:
     return json_response({"object": "list", "data": [_model(service)]})
 
 
-async def model(request: Request, service: Service) -> Response:
+async def model(request: Request, service: AnyService) -> Response:
     service.check_model({"model": request.path_params["model"]})
     return json_response(_model(service))
 
 
-def _model(service: Service) -> Json:
+def _model(service: AnyService) -> Json:
     return {"id": service.model, "object": "model", "created": 0, "owned_by": "locret-stream"}
 
 
 # -- sessions ---------------------------------------------------------------------------------------------------
 
 
-async def sessions(request: Request, service: Service) -> Response:
+async def sessions(request: Request, service: AnyService) -> Response:
     return json_response({"object": "list", "data": await service.sessions(request.state.tenant)})
 
 
-async def session(request: Request, service: Service) -> Response:
+async def session(request: Request, service: AnyService) -> Response:
     name, thread = thread_of(request)
     if request.method == "DELETE":
         await service.forget(thread, name)
@@ -221,26 +221,26 @@ async def session(request: Request, service: Service) -> Response:
     return json_response(await while_there(request, service.session(thread, name)))
 
 
-async def session_memory(request: Request, service: Service) -> Response:
+async def session_memory(request: Request, service: AnyService) -> Response:
     name, thread = thread_of(request)
     return json_response(await while_there(request, service.memory(thread, name)))
 
 
-async def session_map(request: Request, service: Service) -> Response:
+async def session_map(request: Request, service: AnyService) -> Response:
     _, thread = thread_of(request)
     return json_response(await while_there(request, service.map(
         thread, _number(request, "start", 0) or 0, _number(request, "end", None),
         _number(request, "columns", 400) or 0)))
 
 
-async def session_text(request: Request, service: Service) -> Response:
+async def session_text(request: Request, service: AnyService) -> Response:
     name, thread = thread_of(request)
     return json_response(await while_there(request, service.text(
         thread, name, _number(request, "start", 0) or 0, _number(request, "end", None),
         _number(request, "column", None))))
 
 
-async def session_search(request: Request, service: Service) -> Response:
+async def session_search(request: Request, service: AnyService) -> Response:
     _, thread = thread_of(request)
     return json_response(await while_there(request, service.search(
         thread, request.query_params.get("words", ""), _number(request, "limit", 4) or 0)))
@@ -257,34 +257,34 @@ def _number(request: Request, name: str, default: int | None) -> int | None:
     return number
 
 
-async def ask(request: Request, service: Service) -> Response:
+async def ask(request: Request, service: AnyService) -> Response:
     body, (_, thread) = await read_body(request), thread_of(request)
     return json_response(await while_there(request, service.ask(thread, body)))
 
 
-async def fork(request: Request, service: Service) -> Response:
+async def fork(request: Request, service: AnyService) -> Response:
     body, (_, thread) = await read_body(request), thread_of(request)
     new, other = thread_of(request, names.check_session(body.get("to"), "to", new=True))
     await while_there(request, service.fork(thread, other))
     return json_response({"object": "session", "id": new})
 
 
-async def focus(request: Request, service: Service) -> Response:
+async def focus(request: Request, service: AnyService) -> Response:
     body, (name, thread) = await read_body(request), thread_of(request)
     return json_response(await while_there(request, service.focus(thread, name, body)))
 
 
-async def rewind(request: Request, service: Service) -> Response:
+async def rewind(request: Request, service: AnyService) -> Response:
     body, (name, thread) = await read_body(request), thread_of(request)
     return json_response(await while_there(request, service.rewind(thread, name, body.get("to"))))
 
 
-async def snapshot(request: Request, service: Service) -> Response:
+async def snapshot(request: Request, service: AnyService) -> Response:
     name, thread = thread_of(request)
     return json_response(await while_there(request, service.snapshot(thread, name)))
 
 
-async def upload(request: Request, service: Service) -> Response:
+async def upload(request: Request, service: AnyService) -> Response:
     _, thread = thread_of(request)
     if request.method == "GET":
         return await ingest_state(service, thread, request)
@@ -294,7 +294,7 @@ async def upload(request: Request, service: Service) -> Response:
 # -- the process ------------------------------------------------------------------------------------------------
 
 
-async def metrics(request: Request, service: Service) -> Response:
+async def metrics(request: Request, service: AnyService) -> Response:
     return Response(await service.metrics_text(), media_type=CONTENT_TYPE)
 
 
@@ -303,7 +303,7 @@ async def health(request: Request) -> Response:
 
 
 async def ready(request: Request) -> Response:
-    service: Service = request.app.state.service
+    service: AnyService = request.app.state.service
     if service.ready:
         return PlainTextResponse("ready")
     return PlainTextResponse("draining" if service.draining else "starting", 503)
@@ -324,7 +324,7 @@ def _not_allowed(request: Request, error: Exception) -> Response:
                                             code="method_not_allowed"))
 
 
-def make_app(service: Service, keys: Mapping[str, str] | None = None, hosts: tuple[str, ...] = ()) -> Starlette:
+def make_app(service: AnyService, keys: Mapping[str, str] | None = None, hosts: tuple[str, ...] = ()) -> Starlette:
     """The app around a service, which it starts and closes.
 
     Args:

@@ -14,10 +14,10 @@ from starlette.responses import Response
 
 from locret_stream.charsets import Charset
 from locret_stream.errors import ConfigError
+from locret_stream.serving.any_service import AnyService
 from locret_stream.serving.bodies import Json
 from locret_stream.serving.errors import ApiError
 from locret_stream.serving.limits import Limits
-from locret_stream.serving.service import Service
 from locret_stream.serving.streams import HEADERS, Pen, json_response, refusal_of, write_events
 from locret_stream.serving.uploads import Incoming
 
@@ -25,7 +25,7 @@ TELL_EVERY_S = 0.5  # between two events of progress
 _PIECE = 1 << 16  # bytes that are read by the memory at once
 
 
-async def ingest(service: Service, thread: str, request: Request, offset: int) -> Response:
+async def ingest(service: AnyService, thread: str, request: Request, offset: int) -> Response:
     """Take in the body. With `Accept: text/event-stream` the response is its progress, and begins at once.
 
     The query may have `label`, `focus`, `errors` and `encoding` (of `Charset`), `upload` (an id, under which a stream
@@ -53,7 +53,7 @@ async def ingest(service: Service, thread: str, request: Request, offset: int) -
         return json_response(result_of(upload, time.perf_counter() - began))
 
 
-async def ingest_state(service: Service, thread: str, request: Request) -> Response:
+async def ingest_state(service: AnyService, thread: str, request: Request) -> Response:
     """How many bytes of an upload were read, and whether it is finished. Raises ApiError 404."""
     state = await service.upload_state(thread, request.query_params.get("upload", ""))
     if state is None:
@@ -87,7 +87,7 @@ async def pieces(request: Request, limits: Limits) -> AsyncGenerator[bytes]:
         yield piece
 
 
-async def take_in(service: Service, upload: Incoming, piece: bytes) -> None:
+async def take_in(service: AnyService, upload: Incoming, piece: bytes) -> None:
     """Raises ApiError 409: the upload is finished, and this is none of it."""
     if piece and upload.message is not None:
         raise ApiError(409, f"the upload of this id is finished, at {upload.offset} bytes, and what came now was not "
@@ -108,7 +108,7 @@ def result_of(upload: Incoming, seconds: float) -> Json:
 class _Progress(Response):
     """The body is read while events tell how far it is: both at once, so that this is no handler's return value."""
 
-    def __init__(self, service: Service, thread: str, request: Request, options: dict[str, Any]):
+    def __init__(self, service: AnyService, thread: str, request: Request, options: dict[str, Any]):
         super().__init__(headers=HEADERS | {"connection": "close"})  # of a body that is not read to its end
         self._service, self._thread, self._request, self._options = service, thread, request, options
 

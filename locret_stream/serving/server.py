@@ -13,7 +13,7 @@ import uvicorn
 from starlette.applications import Starlette
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from locret_stream.serving.service import Service
+from locret_stream.serving.any_service import AnyService
 
 HEADERS_S = 30.0  # seconds that a request may take to name what it wants
 
@@ -66,7 +66,7 @@ class Server(uvicorn.Server):
         listening: called with the port, once requests are answered.
     """
 
-    def __init__(self, app: Starlette, service: Service, *, host: str, port: int, grace_s: float,
+    def __init__(self, app: Starlette, service: AnyService, *, host: str, port: int, grace_s: float,
                  listening: Callable[[int], None]):
         super().__init__(uvicorn.Config(
             app, host=host, port=port, http=_Protocol, ws="none", lifespan="on", log_level="warning",

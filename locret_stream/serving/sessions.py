@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -11,10 +12,10 @@ import msgspec
 from locret_stream.conversation.messages import Message
 from locret_stream.conversation.request import Request, ThreadNotFound, within
 from locret_stream.serving import chat, names, responses
+from locret_stream.serving.any_service import AnyService
 from locret_stream.serving.bodies import Json, as_struct, as_whole, ignored
 from locret_stream.serving.errors import ApiError
 from locret_stream.serving.items import item_json, page_json
-from locret_stream.serving.limits import Limits
 from locret_stream.serving.thinking import FIELDS as THINKING
 from locret_stream.serving.thinking import read_thinking
 
@@ -24,19 +25,14 @@ if TYPE_CHECKING:  # all but the last load torch
     from locret_stream.serving.uploads import Uploads
 
 
-class Sessions:
+class Sessions(AnyService):
     """A part of `Service`, which has these beside it."""
 
-    limits: Limits
     uploads: Uploads
 
-    if TYPE_CHECKING:
-        @property
-        def threads(self) -> Threads: ...
-        def admitted(self, kind: str) -> AbstractContextManager[None]: ...
-        def check_model(self, body: Mapping[str, Any]) -> None: ...
-        def _sampling(self, body: chat.Sampled) -> Json: ...
-        def _timeout(self, body: chat.Sampled) -> float: ...
+    @property
+    @abstractmethod
+    def threads(self) -> Threads: ...
 
     @asynccontextmanager
     async def _in_time(self, kind: str, timeout_s: float | None = None) -> AsyncIterator[None]:

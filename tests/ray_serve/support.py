@@ -88,9 +88,11 @@ class LocalReplicas:
 class Many(Served):
     """A front, and the replicas behind it."""
 
+    service: RemoteService  # type: ignore[assignment]  # which has nothing of what is behind it
+
     @property
     def replicas(self) -> LocalReplicas:
-        assert isinstance(self.service, RemoteService) and isinstance(self.service.replicas, LocalReplicas)
+        assert isinstance(self.service.replicas, LocalReplicas)
         return self.service.replicas
 
 
@@ -99,7 +101,7 @@ def cluster(store: Path, *, count: int = 2, limits: Limits | None = None, keys: 
             key: str = "none", **options: Any) -> Iterator[Many]:
     """A front over that many replicas, whose sessions are in that folder."""
     @asynccontextmanager
-    async def make() -> AsyncIterator[Service]:
+    async def make() -> AsyncIterator[RemoteService]:
         services = [Service(runtime(Store(store, keep_last=32), **options), model=MODEL, limits=limits)
                     for _ in range(count)]
         for number, each in enumerate(services):

@@ -17,10 +17,12 @@ from locret_serve.sent import Sent
 from locret_serve.settings import read_cluster
 from locret_stream.conversation.parts import Call, End, Part
 from locret_stream.errors import ConfigError
+from locret_stream.serving.any_service import AnyService
 from locret_stream.serving.errors import ApiError
 from locret_stream.serving.service import Service
 from locret_stream.serving.sessions import Sessions
 from tests.processes import run_python
+from tests.ray_serve.support import LocalReplicas, Many
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "ray_cluster.yaml"
 END = End(1, 0, 1, "stop", {})
@@ -80,20 +82,23 @@ def test_another_answer_is_found_out(parts: list[Part | End]):
             sent.new_of(part)
 
 
-def test_the_remote_service_has_its_own_of_all_that_needs_a_runtime():
-    """What it takes over from `Service` uses nothing that a service without a runtime lacks."""
-    whole = {**vars(Sessions), **vars(Service)}
-    taken_over = {name for name, value in whole.items()
-                  if inspect.isfunction(value) or isinstance(value, property)} - vars(RemoteService).keys()
-    taken_over.discard("threads")  # it says that there are none
-    lacks = re.compile(r"self\.(runtime|threads|_threads|uploads|_tool_prompt|_expiring)\b")
-    using = [name for name in sorted(taken_over) if lacks.search(inspect.getsource(
-        value.fget if isinstance(value := whole[name], property) else value))]
-    assert using == []
-    for name in whole.keys() & vars(RemoteService).keys():
-        theirs, ours = whole[name], vars(RemoteService)[name]
+def test_the_remote_service_has_all_that_the_routes_ask_for_and_nothing_of_a_runtime():
+    made = RemoteService(LocalReplicas([]), model="scripted")
+    assert isinstance(made, AnyService) and not isinstance(made, Sessions)
+    asked = {name for name, value in vars(AnyService).items() if callable(value) or isinstance(value, property)}
+    assert asked >= {"answer", "chat", "forget", "upload", "until_idle"} and all(hasattr(made, name) for name in asked)
+    used = set(re.findall(r"\bself\.(\w+)", inspect.getsource(AnyService)))
+    assert [name for name in sorted(used) if not hasattr(made, name)] == []
+    assert made.served == made.load == 0 and not made.draining
+    for name in asked & (vars(Service).keys() | vars(Sessions).keys()) & vars(RemoteService).keys():
+        theirs, ours = getattr(Service, name), getattr(RemoteService, name)
         if inspect.isfunction(theirs) and name != "__init__":
             assert list(inspect.signature(theirs).parameters) == list(inspect.signature(ours).parameters), name
+
+
+def test_a_front_counts_what_it_let_in(served: Many):
+    assert served.http.post("/v1/responses", json={"input": "one"}).status_code == 200
+    assert served.service.served == 1 and served.service.load == 0
 
 
 def test_importing_the_front_s_side_is_light():

@@ -68,7 +68,7 @@ class Served(Reached):
 
 
 @contextmanager
-def running(make: Callable[[], AbstractAsyncContextManager[Service]], kind: type[S], *,
+def running(make: Callable[[], AbstractAsyncContextManager[Any]], kind: type[S], *,
             keys: dict[str, str] | None = None, key: str = "none") -> Iterator[S]:
     """A server of such a service, in a thread; ended as SIGTERM ends one."""
     up, failed, found = threading.Event(), list[BaseException](), list[S]()

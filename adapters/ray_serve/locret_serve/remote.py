@@ -1,4 +1,4 @@
-"""A `Service` whose memories are elsewhere: what a request means is read here, and done by the replica that holds its
+"""A service whose memories are elsewhere: what a request means is read here, and done by the replica that holds its
 session. A replica that dies is survived wherever that can be done without doing anything twice. Nothing here knows Ray.
 """
 
@@ -8,8 +8,8 @@ import asyncio
 import contextlib
 import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from contextlib import aclosing
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -21,11 +21,11 @@ from locret_stream.conversation.parts import End, Part
 from locret_stream.conversation.request import Request
 from locret_stream.errors import SnapshotNotFound
 from locret_stream.serving import names, responses
+from locret_stream.serving.any_service import AnyService
 from locret_stream.serving.bodies import Json
 from locret_stream.serving.errors import ApiError
 from locret_stream.serving.limits import Limits
-from locret_stream.serving.metrics import Metrics, merged
-from locret_stream.serving.service import DRAINING, Service
+from locret_stream.serving.metrics import merged
 from locret_stream.serving.uploads import Incoming
 
 if TYPE_CHECKING:  # loads torch
@@ -38,23 +38,20 @@ LOOK_AGAIN_S = 1.0
 MOVED = ("shutting_down", "starting")  # refusals of a replica that another one answers in its place
 
 
-class RemoteService(Service):
+class RemoteService(AnyService):
     """The sessions of all replicas, for `serving.app`.
 
-    Of `Service` it takes over what reads requests and writes answers; it has no runtime, and each method that would
-    use one is another here (`tests/ray_serve` holds that). The marks of answers and the names of sessions that nobody
-    named are made here, so that they are the same whichever replica does the work.
+    The marks of answers and the names of sessions that nobody named are made here, so that they are the same whichever
+    replica does the work. How many requests may wait is each replica's to say.
 
     Args:
-        model: the name that requests may give. limits: those of the replicas, who decide on what waits.
+        model: the name that requests may give. limits: those of the replicas.
         name: of this front, in the figures.
     """
 
     def __init__(self, replicas: Replicas, *, model: str, limits: Limits | None = None, name: str = "front"):
-        self.replicas, self.model, self.limits, self.name = replicas, model, limits or Limits(), name
-        self.metrics, self.draining = Metrics(), False
-        self._running, self._idle, self._up = 0, asyncio.Event(), False
-        self._idle.set()
+        super().__init__(model=model, limits=limits)
+        self.replicas, self.name, self._up = replicas, name, False
         self._starting: asyncio.Task[None] | None = None
 
     # -- its life ---------------------------------------------------------------------------------------------
@@ -74,33 +71,12 @@ class RemoteService(Service):
     def ready(self) -> bool:
         return self._up and not self.draining
 
-    async def drain(self) -> None:
-        self.draining = True
-
     async def aclose(self) -> None:
         """The memories stay where they are."""
         await self.drain()
         if self._starting is not None:
             self._starting.cancel()
             await asyncio.wait({self._starting})
-
-    @property
-    def load(self) -> int:
-        return self._running
-
-    @contextmanager
-    def admitted(self, kind: str) -> Iterator[None]:
-        """Raises ApiError 503: it shuts down. How many may wait is each replica's to say."""
-        if self.draining:
-            raise ApiError(503, DRAINING, kind="server_error", code="shutting_down", retry_s=2)
-        self._running += 1
-        self._idle.clear()
-        try:
-            yield
-        finally:
-            self._running -= 1
-            if not self._running:
-                self._idle.set()
 
     # -- answers ----------------------------------------------------------------------------------------------
 
@@ -268,7 +244,7 @@ class _Moved(Exception):
 
 
 def _as_given(refused: ApiError) -> Exception:
-    """The error of a refused answer, as the library's own where `Service` looks for that."""
+    """The error of a refused answer, as the library's own where `AnyService` looks for that."""
     if refused.code in MOVED:
         return _Moved()
     return SnapshotNotFound(str(refused)) if refused.code == "not_found" else refused
