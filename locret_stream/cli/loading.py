@@ -16,7 +16,7 @@ from locret_stream.cli.cores import usable_cores
 from locret_stream.cli.options import RuntimeOptions
 from locret_stream.cli.output import err
 from locret_stream.cli.quick_imports import import_quickly
-from locret_stream.errors import ConfigError
+from locret_stream.errors import ConfigError, UnsupportedModel
 from locret_stream.named_models import named_model
 
 if TYPE_CHECKING:
@@ -41,6 +41,44 @@ def make_runtime(options: RuntimeOptions, **more: Any) -> Runtime:
         runtime = Runtime.from_pretrained(**runtime_options(options, **{"max_live": 1, **more}))
         runtime.start()
         return runtime
+
+
+def has_chat_template(options: RuntimeOptions, *, elsewhere: bool) -> bool:
+    """Whether a model that other processes will load has a chat template. No weights are loaded, and torch only where
+    the files of the model do not show it: this process stays beside the others, and torch would take 0.4 GiB of it.
+
+    Args:
+        elsewhere: they may run on other machines, and have a model that this one lacks: that is theirs to tell then.
+
+    Raises:
+        UnsupportedModel: the tokenizer cannot be loaded.
+    """
+    if named_model(options.model) is not None:  # all of them are chat models
+        return True
+    if _shows_template(Path(options.model)):
+        return True
+    with _no_garbage():
+        _before_loading(options.model)
+        from locret_stream.runtime.loading import load_tokenizer
+
+        try:
+            return bool(load_tokenizer(options.model).chat_template)
+        except UnsupportedModel:
+            if not elsewhere:
+                raise
+            return True
+
+
+def _shows_template(folder: Path) -> bool:
+    """Whether the tokenizer in that folder has a chat template in a file of its own, or among its settings."""
+    if not any(folder.glob("tokenizer*")):  # such as an adapter, whose base model has it
+        return False
+    with contextlib.suppress(OSError, msgspec.DecodeError):
+        settings = msgspec.json.decode((folder / "tokenizer_config.json").read_bytes())
+        if isinstance(settings, dict) and settings.get("chat_template"):
+            return True
+    file = folder / "chat_template.jinja"
+    return file.is_file() and file.stat().st_size > 0
 
 
 def runtime_options(options: RuntimeOptions, **more: Any) -> dict[str, Any]:

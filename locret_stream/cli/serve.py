@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 import typer
 
-from locret_stream.cli.loading import make_runtime, runtime_options
+from locret_stream.cli.loading import has_chat_template, make_runtime, runtime_options
 from locret_stream.cli.options import DEFAULT_STORE, Json, Key, RuntimeOptions, StoreUrl, grouped, on_command_line
 from locret_stream.cli.output import describe_runtime, err, print_json
 from locret_stream.cli.signals import Summary, interruptible
@@ -124,11 +124,15 @@ def serve(
         if ray:
             from locret_serve.starting import run
 
+            def check() -> None:
+                if not has_chat_template(options, elsewhere=ray_address is not None):
+                    raise _no_template(options.model)
+
             run({"runtime": _plain(runtime_options(options)), "store": str(store), "key": key, "boundaries": boundaries,
                  "name": model, "max_live": max_live, "limits": msgspec.to_builtins(limits),
                  "response_template": replies, "keys": api_key or [],
                  "keyless": not keys, "replicas": replicas, "max_replicas": max_replicas},
-                host=host, port=port, address=ray_address, listening=listening)
+                host=host, port=port, address=ray_address, check=check, listening=listening)
             return
         import asyncio
 
@@ -141,8 +145,7 @@ def serve(
         runtime = make_runtime(options, store=Store(store, key=key, keep_last=boundaries), max_live=max_live)
         if runtime.frames.raw:
             asyncio.run(runtime.aclose())
-            raise ConfigError(f"the tokenizer of {options.model} has no chat template, and a server is sent messages; "
-                              "expected a chat model, or its template in a file chat_template.jinja of its folder")
+            raise _no_template(options.model)
         err.print(f"model {options.model}: {describe_runtime(runtime)}", soft_wrap=True)
         service = count.service = Service(runtime, model=model, limits=limits, response_template=replies)
 
@@ -166,6 +169,11 @@ def _expect_together(command: typer.Context, ray: bool) -> None:
                           "one of them")
     if given:
         raise ConfigError(f"found {given[0]} and no --ray; expected --ray with it")
+
+
+def _no_template(model: str) -> ConfigError:
+    return ConfigError(f"the tokenizer of {model} has no chat template, and a server is sent messages; expected a chat "
+                       "model, or its template in a file chat_template.jinja of its folder")
 
 
 def _read_template(file: Path | None) -> dict[str, Any] | None:

@@ -16,13 +16,14 @@ from locret_stream.errors import ConfigError
 LOOK_S = 0.5
 
 
-def run(cluster: dict[str, Any], *, host: str, port: int, address: str | None, listening: Callable[[int], None]
-        ) -> None:
+def run(cluster: dict[str, Any], *, host: str, port: int, address: str | None, check: Callable[[], None],
+        listening: Callable[[int], None]) -> None:
     """Start it, say so, and wait until this is interrupted; then answers under way are completed, and it ends.
 
     Args:
         cluster: fields of `cluster.Cluster`. port: 0 for any that is free. address: of a cluster that is up; None
-            starts one on this machine, which ends with it.
+            starts one on this machine, which ends with it. check: raises what no replica could serve; it is called
+            before anything is started.
 
     Raises:
         ConfigError: Ray is not installed, the cluster is not there, or it serves already. KeyboardInterrupt: it was
@@ -36,6 +37,7 @@ def run(cluster: dict[str, Any], *, host: str, port: int, address: str | None, l
         from ray import serve
     except ImportError:
         raise ConfigError("ray is not installed; expected: pip install 'locret-stream[ray]'") from None
+    check()
     from locret_serve.cluster import NAME, application
 
     if address is None:  # all of the machine for the replicas, but what the front is given
