@@ -24,9 +24,8 @@ ROOT = Path(__file__).resolve().parents[1]
 FACT, QUESTION = "The door code of falcon is 48213.\n", "What is the door code of falcon?"
 LANGCHAIN = f"""
 from langchain_locret import LocretChatModel
-with LocretChatModel(model="bundled", thread_id="me") as chat:
-    said = chat.invoke([("human", {FACT + QUESTION!r})])
-    print(said.content)
+model = LocretChatModel(model="bundled", store="memories", max_tokens=16)
+print(model.invoke({FACT + QUESTION!r}, {{"configurable": {{"thread_id": "me"}}}}).text)
 """
 
 
@@ -59,9 +58,9 @@ class Environment:
                               cwd=self.folder, env=self.env, stdout=subprocess.PIPE, text=True) as process:
             try:
                 assert process.stdout is not None
-                url = json.loads(process.stdout.readline())["url"]
-                for path, kind, body in ((f"{url}/v1/sessions/me/ingest", "text/plain", (FACT * 3).encode()),
-                                         (f"{url}/v1/sessions/me/ask", "application/json",
+                url = json.loads(process.stdout.readline())["url"]  # ends with /v1
+                for path, kind, body in ((f"{url}/sessions/me/ingest", "text/plain", (FACT * 3).encode()),
+                                         (f"{url}/sessions/me/ask", "application/json",
                                           json.dumps({"question": QUESTION}).encode())):
                     request = urllib.request.Request(path, body, {"content-type": kind})
                     with urllib.request.urlopen(request, timeout=120) as answer:
@@ -90,17 +89,18 @@ def main() -> None:
             parts = {part["name"] for part in json.loads(given.sbom.read_text())["components"]}
             assert {"torch", "transformers", "langchain-core", "starlette"} <= parts and "pytest" not in parts, parts
         demo = place.run("demo", "--tokens", "50000")
-        assert re.search(r"12 of 12|1[0-2]/12|\b1[0-2] of 12", demo), demo
+        assert re.search(r"\b1[0-2] of 12\b", demo), demo
         (place.folder / "notes.txt").write_text(FACT)
         kept = ("run", "--session", "me", "--store", "store")
         said = {"asked": place.run(*kept, "notes.txt", "--ask", QUESTION),
                 "asked again": place.run(*kept, "--ask", QUESTION),
-                "chat": place.run(*kept, text=f"{QUESTION}\n"),
+                "chat": place.run("run", "notes.txt", text=f"{QUESTION}\n"),
                 "server": place.serve(),
                 "LangChain": place.run("-c", LANGCHAIN, program="python")}
         wrong = {how: answer for how, answer in said.items() if "48213" not in answer}
         assert not wrong, wrong
-        assert "1 of 1" in place.run("snapshots", "verify", "--store", "store") or said
+        verified = place.run("snapshots", "verify", "--store", "store", "--replay")
+        assert "snapshots are sound" in verified and "me: agrees with its log" in verified, verified
         kept_in_home = sorted(path for path in (place.folder / "home").rglob("*") if path.is_file())
         print(f"demo, {', '.join(said)}: all right after {time.monotonic() - began:.0f} s; "
               f"{len(kept_in_home)} files in its home")

@@ -76,6 +76,9 @@ def _heard(event: str, arguments: tuple[Any, ...]) -> None:
     if not isinstance(path, (str, bytes, os.PathLike)):
         return  # a descriptor that is open already
     path = os.fsdecode(path)
+    within = arguments[-1] != -1 if event != "open" else arguments[1] is None
+    if within and not os.path.isabs(path):
+        return  # in a folder that was opened before: `os.open` does not say whether it is
     writes = event != "open" or bool((arguments[2] or 0) & (os.O_WRONLY | os.O_RDWR | os.O_CREAT))
     if (why := complaint(path, writes=writes)) is not None:
         _watched.append(why)
