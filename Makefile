@@ -94,8 +94,8 @@ chromium:
 
 # One after another: a cluster takes all cores. A skip for want of an installation fails here.
 test-real: $(REAL)/.installed $(CLIENTS:=/.installed) chromium
-	LOCRET_TEST_REAL=1 LOCRET_CLIENTS=$(subst $() ,:,$(CLIENTS:%=$(CURDIR)/%/bin/python)) \
-	  $(REAL)/bin/python -m pytest -m "real and not slow and not gpu" $(ARGS)
+	LOCRET_TEST_REAL=1 LOCRET_TEST_LIMIT_S=1800 LOCRET_CLIENTS=$(subst $() ,:,$(CLIENTS:%=$(CURDIR)/%/bin/python)) \
+	  $(REAL)/bin/python -m pytest -n 1 -m "real and not slow and not gpu" $(ARGS)
 
 $(RELEASE): $(STAMP)
 	$(BIN)/python -m pip install -q $(PIP_FLAGS) -c constraints.txt -e '.[release]'
