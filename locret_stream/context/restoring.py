@@ -7,7 +7,6 @@ import contextlib
 import logging
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 import msgspec
@@ -170,8 +169,7 @@ async def move(session: Session, name: str) -> None:
         expect_no_turn(session, "save_as")
         await asyncio.wrap_future(session.barrier())  # a commit that runs already is in the old log behind it
         old = session.stored_branch
-        session.bind(await storing(session.services, partial(old.fork, saves_forgotten=True), name,
-                                   session.state.seen))
+        session.bind(await storing(session.services, old.fork, name, session.state.seen))
         session.mark_saved(None)
         session.drop_swap_generations(session.swap_generations)  # they are numbers of the old name
         old.close()

@@ -89,7 +89,6 @@ class Branch:
         version: of that snapshot's manifest, where this owner wrote it and the place says (`Files.version`).
         parent: digest of the manifest that the live context grew out of.
         base: branch, generation and digest of the snapshot that names `pages` and `log`, None if there is none.
-        origin: as `base`, of what a fork grew out of and until it is saved itself; None for all else.
         tried: digest of a manifest whose writing failed, "" for none. It may be stored all the same: the answer of the
             store got lost, or the folder could not be synced.
         pages, log: what the next save takes over from that snapshot.
@@ -104,7 +103,6 @@ class Branch:
         self.session_folder, self.session, self.name, self.keeps_log = session_folder, session, name, log
         self.head, self.newest, self.version, self.parent = 0, "", "", ""
         self.base: tuple[str, int, str] | None = None
-        self.origin: tuple[str, int, str] | None = None
         self.tried = ""
         self.pages: tuple[PageIndex, ...] = ()
         self.log: tuple[LogRef, ...] = ()
@@ -270,22 +268,13 @@ class Branch:
         if self.tried and highest == self.head + 1 and self.digest(highest) == self.tried:
             self.head, self.newest, self.parent, self.tried = highest, self.tried, self.tried, ""
         if self.head and not highest:
-            raise self._forgotten(self.name)
+            raise StaleOwner(f"{self.name!r} was forgotten since it was opened here, so it is not written again. "
+                             "Nothing was acknowledged; expected to let it go, or to save under a new name")
         if highest != self.head:
             raise StaleOwner(f"{self.name!r} was saved elsewhere since it was opened here: its newest snapshot is "
                              f"{highest}, this owner knows {self.head}. Nothing was acknowledged; expected one owner:"
                              " save under a new name, or open it again")
-        if self.origin is not None:
-            name, number, digest = self.origin
-            present, newest = self.session_folder.present_generations(hashed(name))
-            if newest < number or (number in present and self.digest(number, name) not in (digest, None)):
-                raise self._forgotten(name)
         return generations
-
-    def _forgotten(self, name: str) -> StaleOwner:
-        return StaleOwner(f"{name!r} was forgotten since it was opened here, so it is not written again. Nothing was "
-                          "acknowledged; expected to let it go: close this one unsaved and open it again, or, if it is "
-                          "to stay all the same, save under a new name")
 
     def expect_recorded(self) -> None:
         """As `expect_newest`, by the record of the name alone where that says enough: every save that was acknowledged
@@ -311,13 +300,14 @@ class Branch:
             return
         version = self.session_folder.version(self.name, self.head)
         if (not version or version != self.version) and self.digest(self.head) not in (self.newest, None):
-            raise self._forgotten(self.name)
+            raise StaleOwner(f"{self.name!r} was forgotten since it was opened here, and begun anew by another. "
+                             "Nothing was written; expected one owner: save under a new name, or open it again")
 
-    def digest(self, number: int, name: str = "") -> str | None:
-        """The digest of a snapshot, of another branch if that is named; None if it is damaged, locked or missing, which
-        proves nothing. Raises StoreError if the store cannot be read now."""
+    def digest(self, number: int) -> str | None:
+        """The digest of a snapshot; None if it is damaged, locked or missing, which proves nothing. Raises StoreError
+        if the store cannot be read now."""
         try:
-            return self.session_folder.read_manifest(name or self.name, number)[2]
+            return self.session_folder.read_manifest(self.name, number)[2]
         except SnapshotError as error:
             if isinstance(error, StoreError) and not isinstance(error, MissingKey):
                 raise
@@ -344,12 +334,8 @@ class Branch:
             self.focuses = [event for event in self.focuses if event.position <= seen]
             self.focuses.append(Refocus(position, tuple(ids)))
 
-    def fork(self, name: str, seen: int, *, saves_forgotten: bool = False) -> Branch:
+    def fork(self, name: str, seen: int) -> Branch:
         """A branch by another name that begins at the committed position `seen` of this one; unsaved ids are copied.
-
-        Args:
-            saves_forgotten: whether it may be saved even where its session was forgotten since, as the caller wants it
-                under that name.
 
         Raises:
             ConfigError: the store has snapshots of that name. StoreError.
@@ -360,7 +346,6 @@ class Branch:
         own = self.session_folder
         fork = Branch(SessionFolder(own.files, own.folder, own.key.user_key), self.session, name, log=self.keeps_log)
         fork.parent, fork.base = self.parent, self.base
-        fork.origin = None if saves_forgotten else self.base
         fork.head = self.session_folder.generations(name)[1]
         fork.pages = tuple(page for page in self.pages if page.ref.end <= seen)
         fork.log, fork.focuses = self.log, [*self.focuses]

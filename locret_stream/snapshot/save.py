@@ -173,7 +173,7 @@ class Save:
         digest = parts[0][32:48].hex()
         self._publish(manifest, parts, digest)
         branch.head, branch.newest, branch.parent, branch.log = manifest.generation, digest, digest, log or ()
-        branch.base, branch.origin, branch.tried = (branch.name, manifest.generation, digest), None, ""
+        branch.base, branch.tried = (branch.name, manifest.generation, digest), ""
         branch.pages = tuple(PageIndex(ref, index.counts, index.positions)
                              for ref, (index, _) in zip(refs, pages, strict=True))
         branch.focuses = [event for event in branch.focuses if event.position > log_end]

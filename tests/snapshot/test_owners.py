@@ -161,28 +161,6 @@ def test_a_session_that_was_forgotten_and_begun_anew_is_another_one(store, saves
     assert same(loaded(again(store), "alice"), successor_toy.record()) and sound(store)
 
 
-@pytest.mark.parametrize("fork", ["", "saved", "new"])
-@pytest.mark.parametrize("begun_anew", [False, True])
-def test_what_was_forgotten_is_not_written_again(store, fork, begun_anew):
-    branch, toy = begin(store, "alice", tokens=30)
-    save(branch, toy)
-    if fork:
-        branch, toy = branch.fork("bob", toy.seen), toy.diverged(7)
-    if fork == "saved":
-        save(branch, toy)
-    again(store).forget("alice")
-    if begun_anew:
-        successor, other = begin(again(store), "alice", 2, 9)
-        save(successor, other)
-    for _ in range(2):
-        with pytest.raises(StaleOwner, match="was forgotten since it was opened here"):
-            save(branch, toy.feed(5, branch))
-    assert [row.name for row in store.list()] == ["alice"] * begun_anew and sound(store)
-    assert begun_anew or not store.files.folders("")
-    kept = branch.fork("carol", toy.seen, saves_forgotten=True)  # as `save_as` asks for by name
-    assert save(kept, toy).name == "carol" and again(store).has("carol")
-
-
 @pytest.mark.parametrize("fork", [False, True])
 def test_pages_that_others_collected_are_written_again(store, fork, monkeypatch):
     branch, toy = begin(store, "alice", tokens=60)
