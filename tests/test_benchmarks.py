@@ -56,7 +56,7 @@ def test_the_script_for_a_gpu_runs_in_triton_s_interpreter():
 
 
 @pytest.mark.parametrize(("options", "units"), [(["--recent"], 48), ([], 128), (["--at-once"], 128)])
-@pytest.mark.thorough(but=1)
+@pytest.mark.thorough
 def test_stock_transformers_keep_all_or_as_much_as_the_memory(options: list[str], units: int):
     done = run_python("benchmarks/prefill.py", *options, "--tokens", "128", "--chunk", "16", "--budget", "48",
                       "--decode", "4", "--repeats", "1", "--threads", "1", "--json",

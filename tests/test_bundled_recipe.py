@@ -17,6 +17,8 @@ from locret_stream.heads import RetainingHeads
 from locret_stream.models import attach
 from locret_stream.text import Segmenter
 
+pytestmark = pytest.mark.thorough
+
 TEXT = 'def f(x):\n    return x + 1\n\n\nprint("one, two")\nThe cat sat on the mat.\n' * 300
 STAGE = pretrain.Stage(2, 2, 64, (2, 4), 2, 128, recent=(8, 16), kept=(60, 90), mined=2_000)
 

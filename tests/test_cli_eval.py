@@ -26,6 +26,8 @@ from tests import tiny_tokenizers
 from tests.cli.command import invoke, mistake, start, wait_for
 from tests.evaluation.results import ORIGIN, result
 
+pytestmark = pytest.mark.thorough
+
 PLOTS = pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="needs matplotlib, the extra [plots]")
 
 

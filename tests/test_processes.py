@@ -52,6 +52,7 @@ def test_a_process_of_a_test_has_ordinary_signals_and_those_it_asks_for_ignored(
 
 @ON_LINUX
 @pytest.mark.parametrize("where", ["test", "fixture"])
+@pytest.mark.thorough
 def test_a_test_that_hangs_is_ended_by_its_limit_with_its_processes(tmp_path: Path, where: str):
     """Also in a fixture of a test that failed, and when it hears no exception."""
     hang = "\n        ".join(["while True:", "    try:", "        time.sleep(60)", "    except BaseException:",

@@ -15,6 +15,8 @@ from research import train_recall_model as recipe
 from research.recall_model import data, lessons
 from research.recall_model.circuits import initialise
 
+pytestmark = pytest.mark.thorough
+
 LENGTH = 256
 
 

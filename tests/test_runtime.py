@@ -560,6 +560,7 @@ with SyncContext(sys.argv[1], policy="keydiff", budget=20, chunk_size=8, acknowl
 """
 
 
+@pytest.mark.thorough
 def test_sync_context_never_waits_for_itself(folder: str):
     """A call from inside another one is refused; a reply that is collected on the loop's own thread has ended then."""
     done = run_python("-c", NESTED, folder, timeout_s=120)

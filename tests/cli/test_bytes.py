@@ -6,6 +6,8 @@ import codecs
 import json
 from pathlib import Path
 
+import pytest
+
 from tests.cli.command import invoke, mistake
 from tests.processes import run_python
 
@@ -73,6 +75,7 @@ def test_a_byte_order_mark_is_no_text(small: list[str], tmp_path: Path):
     assert code == 0 and json.loads(out)["tokens_fed"] == 2 * len(BEFORE), err
 
 
+@pytest.mark.thorough
 def test_stdin_is_read_the_same_way(tiny: Path, small: list[str]):
     code = ("import sys, io; from locret_stream.cli import app; sys.stdin = io.TextIOWrapper(io.BytesIO("
             r"b'caf\xe9\n')); app(sys.argv[1:])")

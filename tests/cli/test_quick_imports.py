@@ -202,6 +202,7 @@ def test_packed_adapted_and_spread_models_give_the_same(tmp_path: Path):
     assert found == usual | {"quick": found["quick"]}
 
 
+@pytest.mark.thorough
 def test_a_version_that_the_changes_do_not_suit_is_imported_as_it_is():
     assert run(WITHOUT + """
 import sys

@@ -110,7 +110,7 @@ async def act(ctx: StreamingContext, step: tuple) -> None:
 @pytest.mark.parametrize("policy", POLICIES)
 @settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck))
 @given(steps=st.lists(STEPS, min_size=3, max_size=9))
-@pytest.mark.thorough(but=2)
+@pytest.mark.thorough(but=1)
 def test_resume_equals_never_stopped(tmp_path_factory, policy: str, steps: list):
     """Units, logits and the evictions of 20 more chunks, wherever it was saved and however often."""
     resume_and_compare(policy, steps, tmp_path_factory.mktemp("store"))

@@ -630,6 +630,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.thorough
 def test_a_slot_that_a_finaliser_gives_back_is_given_on():
     """The garbage collector runs one at any moment: while a call asks for a slot, and while another is given one."""
     done = run_python("-c", COLLECTING, timeout_s=120)

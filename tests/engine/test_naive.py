@@ -75,7 +75,7 @@ def test_ties_and_nan_are_resolved_alike():
 
 
 @pytest.mark.parametrize("n_s", [0, 5])
-@pytest.mark.thorough(but=1)
+@pytest.mark.thorough
 def test_algorithm_1_is_a_special_case(n_s: int):
     """No sinks, a prompt of whole chunks and n_loc local tokens fewer than a chunk: the paper's algorithm, the naive
     stream and the engine keep the same units and say the same.

@@ -22,6 +22,8 @@ from locret_stream.runtime import Runtime
 from tests.context.support import model, tokenizer
 from tests.tiny_tokenizers import CHATML
 
+pytestmark = pytest.mark.thorough
+
 
 def prose(seed: int):
     rng = random.Random(seed)

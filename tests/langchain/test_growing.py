@@ -109,7 +109,7 @@ EDITS: dict[str, tuple[int, Callable[[Any], Any]]] = {  # what is noticed today:
 
 @pytest.mark.parametrize("at", [0, 20, 39], ids=["at the beginning", "in the middle", "at the end"])
 @pytest.mark.parametrize("edit", EDITS)
-@pytest.mark.thorough(but=20)
+@pytest.mark.thorough(but=8)
 def test_a_change_anywhere_in_a_long_history_is_noticed(edit: str, at: int):
     seen, messages, (within, change) = Seen(), history(40), EDITS[edit]
     given(seen, messages)

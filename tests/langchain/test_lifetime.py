@@ -182,7 +182,7 @@ main()
 
 
 @pytest.mark.parametrize(("store", "what"), [("given", "ingest"), ("temporary", "stream")])
-@pytest.mark.thorough(but=1)
+@pytest.mark.thorough
 def test_ctrl_c_and_the_end_of_the_process_are_clean(tmp_path: Path, store: str, what: str):
     import os
     import signal

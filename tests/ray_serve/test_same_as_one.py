@@ -11,6 +11,8 @@ from tests.ray_serve.support import Many, cluster
 from tests.serving import test_openai_client as one
 from tests.serving.test_openai_client import *  # noqa: F403  # its tests run here, over the fixtures of this folder
 
+pytestmark = pytest.mark.thorough
+
 
 @pytest.fixture(autouse=True)
 def many_in_place_of_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,6 +48,8 @@ from tests.architectures import make
 from tests.kit import WITH_HEADS, random_heads, saved_heads
 from tests.training.tiny import make_examples, make_tokenizer
 
+pytestmark = pytest.mark.thorough
+
 LENGTH = 72
 SMALL = AllocationConfig(units=12, chunk_size=12, sinks=1, stabilizers=1, examples=10, factors=(1 / 4, 1, 4))
 FINER = msgspec.structs.replace(SMALL, units=24, examples=4, factors=AllocationConfig().factors)

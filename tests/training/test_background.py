@@ -22,6 +22,8 @@ from tests.kit import ids_of, random_heads, saved_heads
 from tests.training.test_tuning import QUICK, finder, metrics, needles, plain, same, weights
 from tests.training.tiny import make_examples
 
+pytestmark = pytest.mark.thorough
+
 BUDGET = Budget(units=14, sinks=1, stabilizers=2, allocation=(1.0, 2.0, 0.5))
 
 

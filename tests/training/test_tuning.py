@@ -35,6 +35,8 @@ from tests.architectures import make
 from tests.kit import saved_heads
 from tests.training.tiny import make_examples
 
+pytestmark = pytest.mark.thorough
+
 QUICK = TuneConfig(units=12, chunk_size=12, sinks=1, stabilizers=1, steps=6, batch=2, lr=1e-3, examples=6, held_out=0.4,
                    checkpoint_every=2)
 LENGTH = 60
