@@ -38,10 +38,10 @@ def begin() -> None:
         os.environ |= {"LOCRET_TESTS_USER": user, "LOCRET_TESTS_PRIVATE": os.pathsep.join(outside)}
         os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
         home = tempfile.mkdtemp(prefix="locret-")
-        os.makedirs(f"{home}/tmp")
+        os.mkdir(f"{home}/t")  # a short name: paths of sockets end after 107 characters
         for name in NAMES_PLACES:
             os.environ.pop(name, None)
-        os.environ |= {MARK: home, "HOME": home, "USERPROFILE": home, "TMPDIR": f"{home}/tmp"}
+        os.environ |= {MARK: home, "HOME": home, "USERPROFILE": home, "TMPDIR": f"{home}/t"}
     tempfile.tempdir = None  # found again
     home, kept = os.environ[MARK], os.environ["PYTEST_DEBUG_TEMPROOT"]
     places = (home, f"{kept}/pytest-of-", "/dev", "/proc", *(str(ROOT / name) for name in OURS))

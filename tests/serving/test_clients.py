@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -40,7 +41,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 @cache
 def interpreter_with(package: str) -> str | None:
     """An interpreter that has the package; None if none has."""
-    for python in filter(None, (shutil.which("python"), *os.environ.get("LOCRET_CLIENTS", "").split(":"))):
+    for python in filter(None, (sys.executable, *os.environ.get("LOCRET_CLIENTS", "").split(":"))):
         if processes.run(python, "-c", f"import {package}", timeout_s=120).returncode == 0:
             return python
     return None
