@@ -37,6 +37,6 @@ def settings_of(identity: Identity) -> dict[str, Any]:
                                      stabilizers=min(last for _, last in protected), allocation=shares)
         if (said := _BITS.match(identity.dtype)) is not None:
             found["store_bits"] = int(said[1]), int(said[2])
-    except (msgspec.DecodeError, ValueError, ConfigError):  # a snapshot is untrusted input
+    except (msgspec.DecodeError, ValueError, ArithmeticError, ConfigError):  # a snapshot is untrusted input
         pass
     return found
