@@ -26,6 +26,9 @@ REAL := .venv-real
 CLIENTS := $(REAL)/openai-agents $(REAL)/llama-index
 CHROMIUM := chromium chromium-browser google-chrome chrome
 
+# Where nothing that was compiled is kept, each of the tests' processes compiles all of it anew.
+export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: venv demo chat test test-all test-real test-wheel chromium lint docs dist clean
 .DEFAULT_GOAL := venv
 

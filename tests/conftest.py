@@ -5,8 +5,10 @@ well."""
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
+import sys
 from collections import Counter
 from collections.abc import Iterator
 
@@ -15,6 +17,7 @@ import pytest
 from tests import isolation, processes
 
 isolation.begin()  # before what looks for caches is imported
+sys.modules.setdefault("rfc3987_syntax", None)  # type: ignore[arg-type]  # compiles grammars of URIs for jsonschema: 4 s
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # teams of threads on too few cores wait for each other for ever
@@ -43,6 +46,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             seen[test] += 1
             if seen[test] <= mark.kwargs.get("but", 0):
                 item.own_markers.remove(mark)
+
+
+def pytest_collection_finish() -> None:
+    """What was imported and collected stays, and is left out of all garbage collections: else a full one, which some
+    tests ask for and others come upon, takes more than half a second."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
