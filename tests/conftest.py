@@ -1,7 +1,7 @@
 """For every test: a home of its own (`isolation`), a time limit (`limits`), no skip but those that are known (`skips`),
-no process left behind (`processes`), one thread (models this small only lose time to a second), one hypothesis profile,
-and, where there is no GPU, Triton's interpreter. Under `pytest -n` the processes that tests start have one thread as
-well."""
+no process left behind (`processes`), no wait for a disk, one thread (models this small only lose time to a second), one
+hypothesis profile, and, where there is no GPU, Triton's interpreter. Under `pytest -n` the processes that tests start
+have one thread as well."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import signal
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from typing import IO, Any
 
 import pytest
 
@@ -31,6 +32,15 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is imported, which transformers does too
 
 torch.set_num_threads(1)
+
+
+def _in_memory(file: int | IO[Any]) -> None:
+    """As `os.fsync` for a file system in memory. Disks take milliseconds for it, and none loses its power while tests
+    run; those of durability record the calls, and the processes that are killed make them."""
+    os.fstat(file if isinstance(file, int) else file.fileno())
+
+
+os.fsync = _in_memory
 settings.register_profile("suite", deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 settings.load_profile("suite")
 

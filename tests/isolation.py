@@ -27,6 +27,7 @@ OURS = (".hypothesis", ".pytest_cache", ".ruff_cache", ".mypy_cache")  # in the 
 _watched: list[str] | None = None  # what was touched while somebody watches
 _allowed: tuple[str, ...] = ()
 _private: tuple[str, ...] = ()
+_folders: dict[str, str] = {}  # where each really is, as found by the test that runs
 
 
 def begin() -> None:
@@ -63,6 +64,7 @@ def watched() -> Iterator[list[str]]:
     of tests, or opens among the user's own."""
     global _watched
     before, _watched = _watched, []
+    _folders.clear()
     try:
         yield _watched
     finally:
@@ -84,11 +86,21 @@ def _heard(event: str, arguments: tuple[Any, ...]) -> None:
         _watched.append(why)
 
 
+def _real(path: str) -> str:
+    """`os.path.realpath`, which looks at every folder on the way, but once in a test."""
+    folder, name = os.path.split(path)
+    if name in ("", ".", "..") or not os.path.isabs(path) or os.path.islink(path):
+        return os.path.realpath(path)
+    if folder not in _folders:
+        _folders[folder] = os.path.realpath(folder)
+    return os.path.join(_folders[folder], name)
+
+
 def complaint(path: str, *, writes: bool) -> str | None:
     """What is wrong with opening a file; None where nothing is."""
     if not writes and not path.startswith(("/", "~")):
         return None
-    real = os.path.realpath(path)
+    real = _real(path)
     if real.startswith(_allowed):
         return None
     if writes and "__pycache__" not in real:
