@@ -8,7 +8,7 @@ import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from itertools import pairwise
 from typing import Any
 
@@ -78,6 +78,10 @@ async def tiny(**options: Any) -> AsyncIterator[Runtime]:
             assert not worker._thread.is_alive()
         assert not [thread for thread in threading.enumerate() for pool in pools if thread in pool._threads]
         assert asyncio.all_tasks() <= before, "tasks were left behind"
+
+
+# For tests that read much and look at no commit: these take milliseconds each, whatever their size.
+few_commits = partial(tiny, chunk_size=3 * CHUNK)
 
 
 def expect_free(runtime: Runtime, taken: int = 0) -> None:

@@ -26,6 +26,7 @@ from tests.context.support import (
     cut_at_every_await,
     expect_free,
     expect_same,
+    few_commits,
     ids_of,
     replies,
     settled,
@@ -113,7 +114,7 @@ async def test_the_context_that_was_idle_longest_is_swapped_out_first(tmp_path: 
         else:
             await context.snapshot()
 
-    async with tiny(store=tmp_path, max_live=3) as runtime:
+    async with few_commits(store=tmp_path, max_live=3) as runtime:
         for round, order in enumerate(permutations(range(3))):
             async with AsyncExitStack() as stack:
                 three = [await stack.enter_async_context(runtime.open(f"{round}{n}")) for n in range(3)]

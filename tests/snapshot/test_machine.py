@@ -238,6 +238,10 @@ class Machine(RuleBasedStateMachine):
                     assert same(loaded(store, name, generation), record), (name, generation)
 
 
+class Longer(Machine):
+    pass
+
+
 class Encrypted(Machine):
     key = KEY
 
@@ -261,11 +265,13 @@ def _case(machine: type[Machine], examples: int, steps: int) -> type:
     return case
 
 
-TestMachine = _case(Machine, 40, 30)
+TestMachine = _case(Machine, 15, 30)
+TestLonger = _case(Longer, 40, 30)
 TestEncrypted = _case(Encrypted, 12, 30)
 TestRemote = _case(Remote, 25, 30)
 TestRemoteEncrypted = _case(RemoteEncrypted, 8, 30)
-TestRemote.pytestmark = TestEncrypted.pytestmark = [pytest.mark.thorough]  # type: ignore[attr-defined]
+for _each in (TestLonger, TestEncrypted, TestRemote):
+    _each.pytestmark = [pytest.mark.thorough]  # type: ignore[attr-defined]
 
 
 @pytest.mark.slow
