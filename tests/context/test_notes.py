@@ -10,7 +10,8 @@ import pytest
 
 from locret_stream import ConfigError, ContextClosed, NoSlot, SnapshotNotFound, Store
 from locret_stream.context import streams
-from tests.context.support import TEXT, expect_same, scripted, settled, snap, few_commits as tiny
+from tests.context.support import TEXT, expect_same, scripted, settled, snap
+from tests.context.support import few_commits as tiny
 
 LONG = TEXT * 10
 

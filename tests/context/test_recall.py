@@ -29,7 +29,8 @@ from locret_stream.context.session import Session
 from locret_stream.context.session_index import SessionIndex
 from locret_stream.engine import Engine, EngineState
 from locret_stream.recall import Index
-from tests.context.support import TEXT, USER, data, expect_same, ids_in, literals, scripted, snap, few_commits as tiny
+from tests.context.support import TEXT, USER, data, expect_same, ids_in, literals, scripted, snap
+from tests.context.support import few_commits as tiny
 
 FACT = "The door code of the library is 48213.\n"
 LINES = [f"Line {n} says that it is cold and wet today.\n" for n in range(40)]

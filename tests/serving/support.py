@@ -106,7 +106,8 @@ def running(make: Callable[[], AbstractAsyncContextManager[Any]], kind: type[S],
         with contextlib.closing(served.http):
             yield served
     finally:
-        served.loop.call_soon_threadsafe(served.server._drain, 0)
+        with contextlib.suppress(RuntimeError):  # its loop is closed: the test has ended it
+            served.loop.call_soon_threadsafe(served.server._drain, 0)
         thread.join(60)
         assert not thread.is_alive() and not failed, failed
 
