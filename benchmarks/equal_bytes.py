@@ -54,8 +54,9 @@ def made(bits: int, units: int) -> Runtime:
 
 def fitting(bits: int, exact: int, shape: ModelShape) -> int:
     """Units of so many bits in the bytes of `exact` exact ones."""
-    room = exact * unit_bytes(shape, key_copies=1).kept
-    of = unit_bytes(shape, key_copies=1, store_bits=check_store_bits(bits), own_means=False)
+    unit = shape.one_unit("equal bytes")
+    room = exact * unit_bytes(unit, shape.item_bytes, key_copies=1).kept
+    of = unit_bytes(unit, shape.item_bytes, key_copies=1, store_bits=check_store_bits(bits), own_means=False)
     return (room - of.of(0, 0, SINKS)) // of.kept
 
 

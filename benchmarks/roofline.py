@@ -57,26 +57,26 @@ def limits(dtype: torch.dtype) -> dict[str, float]:
 
 def counted(engine: Engine) -> dict[str, tuple[float, float]]:
     """Operations and least bytes of the parts of a commit, in a full memory: weights, units, what goes in and out."""
-    shape, rows, item = engine.shape, engine.chunk_size, engine.attachment.dtype.itemsize
+    unit, rows, item = engine.shape.one_unit("figures"), engine.chunk_size, engine.attachment.dtype.itemsize
     linears = engine.attachment.linears
     heads = [weight for weight in engine.policy.heads.parameters() if weight.ndim > 1]
     pairs = sum(rows * (budget + (rows + 1) / 2) for budget in engine.budgets)
     return {
         "projections": (2.0 * rows * sum(layer.weight.numel() for layer in linears),
                         item * sum(layer.weight.numel() + rows * sum(layer.weight.shape) for layer in linears)),
-        "attention": (4.0 * shape.kv_heads * shape.groups * shape.head_dim * pairs,
-                      2.0 * item * shape.head_dim * sum(
-                          shape.kv_heads * (rows * shape.groups + budget + rows) for budget in engine.budgets)),
+        "attention": (4.0 * unit.kv_heads * unit.groups * unit.key_dim * pairs,
+                      2.0 * item * unit.key_dim * sum(
+                          unit.kv_heads * (rows * unit.groups + budget + rows) for budget in engine.budgets)),
         "heads": (2.0 * rows * sum(weight.numel() for weight in heads), item * sum(w.numel() for w in heads)),
     }
 
 
 def a_token(engine: Engine) -> tuple[float, float]:
     """Operations and least bytes of a token behind a full memory: every weight and every unit is read once."""
-    shape, item = engine.shape, engine.attachment.dtype.itemsize
+    shape, unit, item = engine.shape, engine.shape.one_unit("figures"), engine.attachment.dtype.itemsize
     weights = sum(layer.weight.numel() for layer in engine.attachment.linears) + shape.hidden * shape.vocab
-    units = sum(engine.budgets) * shape.kv_heads * shape.head_dim
-    return (2.0 * weights + 4.0 * units * shape.groups, item * (weights + 2.0 * units))
+    units = sum(engine.budgets) * unit.kv_heads * unit.key_dim
+    return (2.0 * weights + 4.0 * units * unit.groups, item * (weights + 2.0 * units))
 
 
 @torch.inference_mode()

@@ -32,10 +32,10 @@ class Cache:
 
     def __init__(self, geometry: Geometry, units: int):
         self.geometry, self.units, self.seen = geometry, units, SEEN
-        heads, dim = geometry.kv_heads, geometry.head_dim
+        heads, dim, _ = geometry.layers[0]
         self.positions = [torch.stack([torch.randperm(SEEN)[:units].sort().values for _ in range(heads)])
-                          for _ in range(geometry.layers)]
-        self.keys, self.values = ([torch.randn(heads, units, dim).to(geometry.dtype) for _ in range(geometry.layers)]
+                          for _ in geometry.layers]
+        self.keys, self.values = ([torch.randn(heads, units, dim).to(geometry.dtype) for _ in geometry.layers]
                                   for _ in range(2))
 
     def advance(self) -> None:
@@ -56,9 +56,9 @@ class Cache:
         return LayerUnits.between(start, end, self.positions[layer], self.keys[layer], self.values[layer])
 
     def moment(self) -> Moment:
-        scores = {f"{layer}.scores": torch.randn(1, self.geometry.kv_heads, self.units)
-                  for layer in range(self.geometry.layers)}
-        return Moment(self.seen, self.seen, (self.units,) * self.geometry.layers, self.positions, scores)
+        scores = {f"{layer}.scores": torch.randn(1, self.geometry.most_heads, self.units)
+                  for layer in range(len(self.geometry.layers))}
+        return Moment(self.seen, self.seen, (self.units,) * len(self.geometry.layers), self.positions, scores)
 
 
 def save(branch, cache: Cache) -> tuple[float, int]:
@@ -66,7 +66,7 @@ def save(branch, cache: Cache) -> tuple[float, int]:
     began = time.perf_counter()
     with Save(branch, cache.moment(), IDENTITY, cache.geometry) as run:
         for start, end in run.plan.write:
-            run.page(start, end, [cache.between(layer, start, end) for layer in range(cache.geometry.layers)])
+            run.page(start, end, [cache.between(layer, start, end) for layer in range(len(cache.geometry.layers))])
         done = run.finish("benchmark", branch.spool.start)
     return time.perf_counter() - began, done.bytes_written
 
@@ -105,7 +105,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="where to write; a temporary folder without")
     parser.add_argument("--keep", metavar="NAME", help="write the result to benchmarks/results/NAME.json")
     options = parser.parse_args()
-    geometry = Geometry(32, 8, 128, torch.bfloat16)
+    geometry = Geometry.even(32, 8, 128, torch.bfloat16)
     spent: dict[str, list[float]] = defaultdict(list)
     written: dict[str, int] = {}
     torch.manual_seed(0)
@@ -125,7 +125,7 @@ def main() -> None:
             spent["plain_read_s"].append(plain_read(plain))
             reader = store.branch("benchmark")
             began = time.perf_counter()
-            restored = reader.load(IDENTITY, geometry, (options.units,) * geometry.layers)
+            restored = reader.load(IDENTITY, geometry, (options.units,) * len(geometry.layers))
             spent["restore_s"].append(time.perf_counter() - began)
             assert torch.equal(restored.tensors["3.keys"], cache.keys[3])
             del restored

@@ -408,7 +408,7 @@ async def ours(settings: SimpleNamespace) -> dict[str, Any]:
             after, units = prefill.growth(), context.memory.units
             decode_s = await decode(context, settings.decode)
         memory, shape = runtime.memory, engine.shape
-        pair = 2 * shape.kv_heads * shape.head_dim * shape.item_bytes
+        pair = shape.token_bytes // shape.layers
         return {"tokens": len(ids), "chunk_s": chunk_s, "resident": resident, "decode_s": decode_s, "units": max(units),
                 "yard_s": yard_s,
                 "kv_peak_bytes": memory.slot_bytes, "kv_final_bytes": sum(units) * pair,

@@ -37,22 +37,83 @@ def is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
-class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
-    """Sizes of a model that the memory depends on; `models.attach` reads them off its config and weights.
+class UnitShape(msgspec.Struct, frozen=True, kw_only=True):
+    """What a unit is in one layer, and how that layer attends.
 
-    `window` is the number of positions that the model was made for; `sliding[l]` is the window of layer l, or None
-    where the layer attends to everything; `item_bytes` is the size of one element of K or V.
+    Args:
+        kv_heads: H. groups: query heads that share a KV head, G.
+        key_dim, value_dim: numbers of K and of V, D. V of 0 numbers: K is V, too, as latent attention has it.
+        sliding: how many of the last tokens the layer sees; None: all.
     """
 
-    layers: int
     kv_heads: int
     groups: int
-    head_dim: int
+    key_dim: int
+    value_dim: int
+    sliding: int | None = None
+
+    @property
+    def dims(self) -> tuple[int, int]:
+        """Numbers of K and of V."""
+        return self.key_dim, self.value_dim
+
+    @property
+    def query_heads(self) -> int:
+        """Query heads of all KV heads."""
+        return self.kv_heads * self.groups
+
+
+class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
+    """Sizes of a model that the memory depends on; `models.attach` reads them off what its layers compute.
+
+    Args:
+        units: of every layer that keeps units, in order; these are the L layers of a memory.
+        window: positions that the model was made for. item_bytes: of one element of K or V.
+        state_bytes: of the recurrent state of one context, which layers without attention carry.
+    """
+
+    units: tuple[UnitShape, ...]
     vocab: int
     window: int
     item_bytes: int
-    sliding: tuple[int | None, ...]
     hidden: int = 0
+    state_bytes: int = 0
+
+    @classmethod
+    def even(cls, *, layers: int, kv_heads: int, groups: int, head_dim: int, sliding: Sequence[int | None] = (),
+             **others: Any) -> ModelShape:
+        """The shape of a model whose layers differ in nothing but their windows."""
+        return cls(units=tuple(UnitShape(kv_heads=kv_heads, groups=groups, key_dim=head_dim, value_dim=head_dim,
+                                         sliding=window) for window in sliding or (None,) * layers), **others)
+
+    @property
+    def layers(self) -> int:
+        """Layers that keep units, L."""
+        return len(self.units)
+
+    @property
+    def sliding(self) -> tuple[int | None, ...]:
+        """Windows of the layers, [L]."""
+        return tuple(unit.sliding for unit in self.units)
+
+    def one_unit(self, what: str) -> UnitShape:
+        """The shape of a unit in every layer. Raises ConfigError: the layers differ, and `what` needs layers alike."""
+        alike = {msgspec.structs.replace(unit, sliding=None) for unit in self.units}
+        if len(alike) > 1:
+            forms = sorted({(unit.kv_heads, *unit.dims) for unit in alike})
+            raise ConfigError(f"{what} need layers that are alike; found layers of {forms} (KV heads, numbers of K and "
+                              "of V): expected a policy that needs none, such as 'keydiff'")
+        return alike.pop()
+
+    @property
+    def most_heads(self) -> int:
+        """KV heads of the layer that has most."""
+        return max(unit.kv_heads for unit in self.units)
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of K and V of one token in all layers, as a cache takes that keeps every token."""
+        return self.item_bytes * sum(unit.kv_heads * sum(unit.dims) for unit in self.units)
 
 
 class Budget(msgspec.Struct, frozen=True, kw_only=True):
@@ -298,18 +359,20 @@ def check_store_bits(value: object) -> tuple[int, int]:
 def check_codes(shape: ModelShape, store_bits: tuple[int, int]) -> None:
     """Raises ConfigError: groups of channels of this model do not fill whole bytes in so few bits, or codes would take
     no less than exact units."""
-    for bits in store_bits:
-        if bits != 16 and (group := group_of(shape.head_dim, bits)) * bits % 8:
-            raise ConfigError(f"store_bits is {bits}: with a head dim of {shape.head_dim}, {group} channels share a "
+    if store_bits != (16, 16) and not all(unit.value_dim for unit in shape.units):
+        raise ConfigError(f"store_bits is {list(store_bits)}: latents, which are key and value at once, are kept as "
+                          "the model has them; expected 16")
+    for dim, bits in sorted({pair for unit in shape.units for pair in zip(unit.dims, store_bits, strict=True)}):
+        if bits != 16 and (group := group_of(dim, bits)) * bits % 8:
+            raise ConfigError(f"store_bits is {bits}: with a head dim of {dim}, {group} channels share a "
                               "scale and fill no whole bytes; expected 16, or 8")
-        if bits != 16 and row_bytes(shape.head_dim, bits) >= shape.head_dim * shape.item_bytes:
-            raise ConfigError(f"store_bits is {bits}: with a head dim of {shape.head_dim} codes take "
-                              f"{row_bytes(shape.head_dim, bits)} bytes and exact units "
-                              f"{shape.head_dim * shape.item_bytes}; expected 16")
+        if bits != 16 and row_bytes(dim, bits) >= dim * shape.item_bytes:
+            raise ConfigError(f"store_bits is {bits}: with a head dim of {dim} codes take "
+                              f"{row_bytes(dim, bits)} bytes and exact units {dim * shape.item_bytes}; expected 16")
 
 
 class UnitBytes(NamedTuple):
-    """Bytes in one KV head of one layer: of a kept unit, of a unit of the chunk, of each of the first units that are
+    """Bytes in all KV heads of one layer: of a kept unit, of a unit of the chunk, of each of the first units that are
     kept exactly beside their codes, and of the means that keys are stored without."""
 
     kept: int
@@ -318,22 +381,27 @@ class UnitBytes(NamedTuple):
     mean: int = 0
 
     def of(self, kept: int, new: int, first: int) -> int:
-        """Of so many units."""
+        """Of so many units in each head."""
         return kept * self.kept + new * self.new + first * self.first + self.mean
 
 
-def unit_bytes(shape: ModelShape, planes: int = 1, *, key_copies: int = 2,
+def unit_bytes(unit: UnitShape, item_bytes: int, planes: int = 1, *, key_copies: int = 2,
                store_bits: tuple[int, int] = (16, 16), own_means: bool = True) -> UnitBytes:
-    """What a unit takes: K and V in the model's dtype or in codes, fp32 score planes, int64 position.
+    """What a unit of one layer takes: K and V in the model's dtype, whose elements have `item_bytes`, or in codes, fp32
+    score planes, int64 position.
 
     `key_copies`: 2 where K is stored before and after RoPE, 1 where a layer has no RoPE or kernels apply it on read;
     codes are of K before RoPE alone. `own_means`: whether a slot has means of keys of its own, or those of the heads.
     """
-    row, beside = shape.head_dim * shape.item_bytes, 4 * planes + 8
+    heads, beside = unit.kv_heads, 4 * planes + 8
+    key, value = (dim * item_bytes for dim in unit.dims)
     if store_bits == (16, 16):
-        return UnitBytes((key_copies + 1) * row + beside, (key_copies + 1) * row + beside)
-    rows = sum(row if bits == 16 else row_bytes(shape.head_dim, bits) for bits in store_bits)
-    return UnitBytes(rows + beside, 2 * row + beside, 2 * row, 8 * shape.head_dim if own_means else 0)
+        row = heads * (key_copies * key + value + beside)
+        return UnitBytes(row, row)
+    rows = sum(dim * item_bytes if bits == 16 else row_bytes(dim, bits)
+               for dim, bits in zip(unit.dims, store_bits, strict=True))
+    return UnitBytes(heads * (rows + beside), heads * (key + value + beside), heads * (key + value),
+                     8 * heads * unit.key_dim if own_means else 0)
 
 
 def budget_from(value: int | str | Budget, shape: ModelShape, chunk_size: int, *, sinks: int | None = None,
@@ -366,8 +434,8 @@ def budget_from(value: int | str | Budget, shape: ModelShape, chunk_size: int, *
         if not match:
             raise ConfigError(f"budget is {value!r}; expected units per KV head (6000) or a size such as '512MiB'")
         size = float(match[1]) * _FACTORS[match[2].upper()]
-        per_unit = per_unit or (unit_bytes(shape),) * shape.layers
-        of_kept = shape.kv_heads * sum(unit.kept for unit in per_unit)
+        per_unit = per_unit or tuple(unit_bytes(unit, shape.item_bytes) for unit in shape.units)
+        of_kept = sum(unit.kept for unit in per_unit)
         if size >= MOST_UNITS * of_kept:
             raise ConfigError(f"budget {match[0].strip()!r} is more than {MOST_UNITS:,} units per KV head take; "
                               "expected a smaller size")
@@ -378,8 +446,9 @@ def budget_from(value: int | str | Budget, shape: ModelShape, chunk_size: int, *
                 kept = budget.per_layer(shape, shares, most=shape.window - chunk_size)
             except ConfigError:  # too few beside the protected ones: whoever uses the budget raises this again
                 kept = (units,) * shape.layers
-            return shape.kv_heads * sum(unit.of(count, chunk_size, 0 if window else budget.sinks)
-                                        for count, unit, window in zip(kept, per_unit, shape.sliding, strict=True))
+            return 2 * shape.state_bytes + sum(
+                unit.of(count, chunk_size, 0 if window else budget.sinks)
+                for count, unit, window in zip(kept, per_unit, shape.sliding, strict=True))
 
         windows = [window for window in shape.sliding if window]  # no layer gets what is above another's window
         most = max(windows) if len(windows) == len(shape.sliding) else MOST_UNITS

@@ -27,7 +27,7 @@ def _granite() -> PreTrainedConfig:
                             logits_scaling=8.0)
 
 
-CONFIGS = {
+PLAIN = {
     "llama": lambda: tf.LlamaConfig(**BASE),
     "llama-llama3": lambda: tf.LlamaConfig(**BASE, rope_parameters=_rope(
         "llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64)),
@@ -50,6 +50,61 @@ CONFIGS = {
     "gpt-oss": lambda: tf.GptOssConfig(**BASE, head_dim=16, num_local_experts=4, num_experts_per_tok=2,
                                        sliding_window=24, layer_types=ONE_SLIDING),
 }
+
+
+_LIKE_DEEPSEEK = dict(q_lora_rank=24, kv_lora_rank=16, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=12,
+                      n_routed_experts=4, num_experts_per_tok=2, n_group=1, topk_group=1, first_k_dense_replace=1,
+                      moe_intermediate_size=32)
+_LINEAR = dict(linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8, linear_value_head_dim=8,
+               linear_conv_kernel_dim=4)
+_MAMBA = dict(mamba_n_heads=8, mamba_d_state=8, mamba_d_head=16, mamba_expand=2, mamba_n_groups=1, mamba_d_conv=4,
+              mamba_chunk_size=8)
+STATEFUL = {
+    "qwen3.5": lambda: tf.Qwen3_5TextConfig(**BASE | dict(num_hidden_layers=4), **_LINEAR, head_dim=16, layer_types=[
+        "linear_attention", "full_attention", "linear_attention", "full_attention"]),
+    "lfm2": lambda: tf.Lfm2Config(**BASE | dict(num_hidden_layers=4), layer_types=[
+        "conv", "full_attention", "conv", "full_attention"]),
+    "granite4-h": lambda: tf.GraniteMoeHybridConfig(
+        **BASE | dict(num_hidden_layers=4), **_MAMBA, position_embedding_type="nope", num_local_experts=4,
+        num_experts_per_tok=2, shared_intermediate_size=48, attention_multiplier=0.25,
+        layer_types=["linear_attention", "full_attention", "linear_attention", "full_attention"]),
+    "falcon-h1": lambda: tf.FalconH1Config(**BASE, **_MAMBA, mamba_d_ssm=128, head_dim=16),
+}
+"""Models with layers that carry a recurrent state, beside attention or in place of it."""
+
+BY_LAYER = {
+    "gemma4-e2b": lambda: tf.Gemma4TextConfig(
+        **BASE | dict(num_hidden_layers=6), head_dim=16, global_head_dim=32, sliding_window=24, num_kv_shared_layers=2,
+        hidden_size_per_layer_input=16, vocab_size_per_layer_input=401, attention_k_eq_v=False,
+        layer_types=["sliding_attention", "full_attention"] * 3),
+    "gemma4-moe": lambda: tf.Gemma4TextConfig(
+        **BASE | dict(num_hidden_layers=4), head_dim=16, global_head_dim=32, sliding_window=24, attention_k_eq_v=True,
+        num_global_key_value_heads=1, hidden_size_per_layer_input=0, num_kv_shared_layers=0, enable_moe_block=True,
+        num_experts=4, top_k_experts=2, moe_intermediate_size=32,
+        layer_types=["sliding_attention", "full_attention"] * 2),
+    "mimo": lambda: tf.MiMoV2FlashConfig(
+        **BASE | dict(num_hidden_layers=3), head_dim=16, v_head_dim=8, swa_num_attention_heads=4,
+        swa_num_key_value_heads=4, swa_head_dim=16, swa_v_head_dim=8, sliding_window=24, layer_types=ONE_SLIDING,
+        n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, n_group=1, topk_group=1),
+}
+"""Models whose layers differ in KV heads or widths, or share units."""
+
+LATENT = {
+    "deepseek-v3": lambda: tf.DeepseekV3Config(**BASE | dict(num_key_value_heads=4), **_LIKE_DEEPSEEK),
+    "deepseek-v3.2": lambda: tf.DeepseekV32Config(
+        **BASE | dict(num_key_value_heads=4), **_LIKE_DEEPSEEK, index_topk=128, index_n_heads=2, index_head_dim=16),
+    "kimi-linear": lambda: tf.KimiLinearConfig(
+        **BASE | dict(num_hidden_layers=4, num_key_value_heads=4), kv_lora_rank=16, qk_nope_head_dim=16,
+        qk_rope_head_dim=8, v_head_dim=12, num_experts=4, num_experts_per_token=2, moe_intermediate_size=32,
+        head_dim=16, linear_num_key_heads=2, linear_num_value_heads=2, linear_key_head_dim=8, linear_value_head_dim=8,
+        layer_types=["linear_attention", "full_attention"] * 2),
+}
+"""Models whose units are latents."""
+
+CONFIGS = PLAIN | STATEFUL | BY_LAYER | LATENT | {
+    "ministral3": lambda: tf.Ministral3Config(**BASE, head_dim=16, sliding_window=None, rope_parameters=_rope(
+        "yarn", factor=16.0, original_max_position_embeddings=16, beta_fast=32.0, beta_slow=1.0, mscale=1.0,
+        mscale_all_dim=1.0, llama_4_scaling_beta=0.1))}
 
 
 def make(name: str, *, attn: str | None = None, dtype: torch.dtype = torch.float32, seed: int = 0,

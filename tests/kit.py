@@ -43,8 +43,9 @@ def model(name: str = "llama", attn: str | None = None) -> PreTrainedModel:
 def random_heads(attachment: Attachment, seed: int = 3, width: int = 24, policy: str = "locret") -> RetainingHeads:
     """Untrained retaining heads that fit this model and that policy."""
     shape, kind = attachment.shape, POLICY_CLASSES[policy]
-    heads = RetainingHeads(HeadsConfig(layers=shape.layers, query_heads=shape.kv_heads * shape.groups,
-                                       kv_heads=shape.kv_heads, head_dim=shape.head_dim, width=width,
+    unit = shape.units[0]
+    heads = RetainingHeads(HeadsConfig(layers=shape.layers, query_heads=unit.query_heads,
+                                       kv_heads=unit.kv_heads, head_dim=unit.key_dim, width=width,
                                        features=kind.features or "hidden", hidden=shape.hidden, output=kind.output))
     noise = torch.Generator().manual_seed(seed)
     for parameter in heads.parameters():
@@ -78,8 +79,9 @@ def build(policy: str, *, on: PreTrainedModel | None = None, attn: str = "auto",
 
 def random_means(attachment: Attachment) -> Tensor:
     """Means of keys that no context would find by itself, [L, H, D]."""
-    shape = attachment.shape
-    return torch.randn(shape.layers, shape.kv_heads, shape.head_dim, generator=torch.Generator().manual_seed(11))
+    unit = attachment.shape.units[0]
+    return torch.randn(attachment.shape.layers, unit.kv_heads, unit.key_dim,
+                       generator=torch.Generator().manual_seed(11))
 
 
 def ids_of(count: int, seed: int = 0, distinct: bool = False) -> list[int]:
@@ -128,12 +130,13 @@ class Boom(RuntimeError):
 
 @contextmanager
 def failing_in_layer(engine: Engine, layer: int) -> Iterator[None]:
-    """Every forward fails in that layer, after its units were written to the tail."""
+    """Every forward fails in that layer, or the last one, after its units were written to the tail."""
     attachment, real = engine.attachment, engine.attachment._attend
+    layer = min(layer, engine.shape.layers - 1)
 
     def attend(module, *args, **kwargs):
         out = real(module, *args, **kwargs)
-        if module.layer_idx == layer:
+        if module.locret_layer == layer:
             raise Boom(f"layer {layer}")
         return out
 

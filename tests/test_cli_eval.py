@@ -306,7 +306,7 @@ def test_cells_are_crossed_and_have_questions_enough():
 def test_full_runs_where_layers_have_smaller_windows():
     """These need to hold no more than they see."""
     class Sliding:
-        shape = ModelShape(layers=2, kv_heads=2, groups=2, head_dim=8, vocab=99, window=4096, item_bytes=4,
+        shape = ModelShape.even(layers=2, kv_heads=2, groups=2, head_dim=8, vocab=99, window=4096, item_bytes=4,
                            sliding=(256, None)), ""
         task = staticmethod(lambda cell: suite.task_named(cell.task))
         budget = staticmethod(lambda cell: Budget(units=320, sinks=0, stabilizers=0))

@@ -24,8 +24,8 @@ from locret_stream.errors import ConfigError, LocretError, WindowExceeded
 
 
 def shape_of(layers: int = 3, window: int = 4096, sliding: tuple[int | None, ...] | None = None) -> ModelShape:
-    return ModelShape(layers=layers, kv_heads=2, groups=2, head_dim=16, vocab=100, window=window, item_bytes=4,
-                      sliding=sliding or (None,) * layers)
+    return ModelShape.even(layers=layers, kv_heads=2, groups=2, head_dim=16, vocab=100, window=window, item_bytes=4,
+                           sliding=sliding or (None,) * layers)
 
 
 @pytest.mark.parametrize("knobs", [
@@ -151,7 +151,7 @@ def test_a_mean_that_fits_the_window_fits_it_by_any_shares(shares: tuple[float, 
 
 def test_uniform_is_no_advice():
     """It is none even if the heads have equal shares, as after an allocation that gained nothing."""
-    shape = msgspec.structs.replace(shape_of(4), sliding=(None, 16, None, 16))
+    shape = shape_of(4, sliding=(None, 16, None, 16))
     for shares in (None, (1.0, 1.0, 1.0, 1.0)):
         with pytest.raises(ConfigError, match=r"smallest layer gets 10, .* at least 13 units"):
             Budget(units=10, sinks=4, stabilizers=8, allocation="uniform").per_layer(shape, shares)
@@ -163,7 +163,7 @@ def test_only_advice_is_raised_and_only_where_all_is_attended_to():
     assert budget.per_layer(shape_of(4), (16.0, 464.0, 16.0, 16.0), most=1152) == (9, 229, 9, 9)
     with pytest.raises(ConfigError, match=r"smallest layer gets 8, .* at least 72 units"):
         msgspec.structs.replace(budget, allocation=(16.0, 464.0, 16.0, 16.0)).per_layer(shape_of(4))
-    shape = msgspec.structs.replace(shape_of(4), sliding=(6, None, None, None))
+    shape = shape_of(4, sliding=(6, None, None, None))
     assert budget.per_layer(shape, (1.0, 29.0, 1.0, 1.0)) == (6, 230, 9, 9)
 
 
@@ -246,13 +246,13 @@ def test_budget_from_units_and_budgets():
 def test_budget_from_sizes(size: str, number: float):
     """The size holds budget + chunk_size units of every layer and head, and not one more."""
     shape = shape_of()
-    per_row = unit_bytes(shape).kept * shape.layers * shape.kv_heads
+    per_row = unit_bytes(shape.units[0], 4).kept * shape.layers
     units = budget_from(size, shape, 64).units
     assert (units + 64) * per_row <= number < (units + 65) * per_row
 
 
 @given(st.integers(60_000, 3_000_000), st.lists(st.sampled_from([None, 24, 200]), min_size=3, max_size=3).map(tuple),
-       st.lists(st.sampled_from([UnitBytes(140, 140), UnitBytes(204, 204), UnitBytes(40, 140, 128, 64)]), min_size=3,
+       st.lists(st.sampled_from([UnitBytes(280, 280), UnitBytes(408, 408), UnitBytes(80, 280, 256, 128)]), min_size=3,
                 max_size=3).map(tuple),
        st.none() | st.lists(st.floats(0.05, 20), min_size=3, max_size=3).map(tuple))
 def test_a_size_is_that_of_a_slot(size: int, sliding: tuple, per_unit: tuple, shares: tuple | None):
@@ -261,7 +261,7 @@ def test_a_size_is_that_of_a_slot(size: int, sliding: tuple, per_unit: tuple, sh
 
     def takes(budget: Budget) -> int:
         kept = budget.per_layer(shape, shares)
-        return shape.kv_heads * sum(unit.of(units, 16, 0) for units, unit in zip(kept, per_unit, strict=True))
+        return sum(unit.of(units, 16, 0) for units, unit in zip(kept, per_unit, strict=True))
 
     budget = budget_from(f"{size}B", shape, 16, sinks=0, stabilizers=0, shares=shares, per_unit=per_unit)
     assert takes(budget) <= size
@@ -283,10 +283,10 @@ def test_unit_bytes_is_that_of_a_pool():
     from locret_stream.cache import Pool
     shape = shape_of()
     pool = Pool(shape, (50, 50, 50), 8, 1, rope=(True,) * 3, planes=2, dtype=torch.float32, device=torch.device("cpu"))
-    assert pool.slot_bytes == unit_bytes(shape, planes=2).of(50, 8, 0) * 3 * 2
+    assert pool.slot_bytes == unit_bytes(shape.units[0], 4, planes=2).of(50, 8, 0) * 3
     coded = Pool(shape, (50, 50, 50), 8, 1, rope=(True,) * 3, planes=2, dtype=torch.float32, device=torch.device("cpu"),
                  store_bits=(8, 4), firsts=(3, 3, 3))
-    assert coded.slot_bytes == unit_bytes(shape, planes=2, store_bits=(8, 4)).of(50, 8, 3) * 3 * 2
+    assert coded.slot_bytes == unit_bytes(shape.units[0], 4, planes=2, store_bits=(8, 4)).of(50, 8, 3) * 3
 
 
 @pytest.mark.parametrize("value", ["512", "12 parsecs", "-5MiB", "MiB", "", "1KB", 1.5, None, True, [5]])

@@ -515,3 +515,44 @@ def test_a_fork_loads_while_its_parent_does():
             with one_at_a_time():
                 os._exit(0)
         assert os.waitpid(child, 0)[1] == 0
+
+
+# -- multimodal models --------------------------------------------------------------------------------------------
+
+
+def multimodal() -> tf.PreTrainedModel:
+    """A tiny Mistral Small 3: a tower that reads images, a projector, and a Mistral."""
+    text = tf.MistralConfig(vocab_size=len(tokenizer()), hidden_size=64, intermediate_size=96, num_hidden_layers=2,
+                            num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=2048, head_dim=16,
+                            sliding_window=None)
+    tower = tf.PixtralVisionConfig(hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2,
+                                   image_size=32, patch_size=16)
+    config = tf.Mistral3Config(text_config=text, vision_config=tower, image_token_index=7)
+    torch.manual_seed(0)
+    return tf.Mistral3ForConditionalGeneration(config).eval()
+
+
+async def test_the_text_of_a_multimodal_folder_is_served_without_its_tower(tmp_path: Path):
+    """As its own forward computes text; what reads images is not held, and whose memory it is does not depend on it."""
+    stock = multimodal()
+    stock.save_pretrained(tmp_path)
+    tokenizer().save_pretrained(tmp_path)
+    ids = ids_of(18)
+    async with Runtime.from_pretrained(tmp_path, dtype="float32", **SMALL) as runtime:
+        held = {name.split(".")[1] for name, _ in runtime.model.named_parameters() if name.startswith("model.")}
+        assert held == {"language_model"}, "the tower and the projector were dropped"
+        engine = runtime.engine
+        found = logits_at_each(engine, engine.open(0), ids)
+        assert (found - stock_logits(stock, ids)).abs().max() <= 1e-5
+        of_folder = runtime.identity
+    assert of_folder == await identity_of(stock), "the tower is no part of what a memory belongs to"
+    assert any(name.startswith("model.vision_tower") for name, _ in stock.named_parameters()), "an object stays whole"
+
+
+async def test_a_memory_of_a_multimodal_model_is_that_of_its_text(tmp_path: Path):
+    stock = multimodal()
+    async with running(stock, store=tmp_path) as runtime, runtime.open("talk") as ctx:
+        await ctx.feed(TEXT)
+        before = ctx.memory.tokens
+    async with running(multimodal(), store=tmp_path) as runtime, runtime.open("talk") as ctx:
+        assert ctx.memory.tokens == before

@@ -3,9 +3,10 @@
 from locret_stream.cache.buffers import stored_row
 from locret_stream.cache.pool import Pool
 from locret_stream.cache.quantised_store import QuantisedStore
+from locret_stream.cache.states import StateTensor
 from locret_stream.cache.unit_store import UnitStore
 
-__all__ = ["Pool", "QuantisedStore", "UnitStore", "store_of", "stored_row"]
+__all__ = ["Pool", "QuantisedStore", "StateTensor", "UnitStore", "store_of", "stored_row"]
 
 
 def store_of(pool: Pool, slot: int) -> UnitStore:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from locret_stream.budgets import row_bytes
+from locret_stream.config import UnitShape
 from locret_stream.kernels import slot_units, write_units
 
 
@@ -15,7 +16,8 @@ from locret_stream.kernels import slot_units, write_units
 class LayerBuffers:
     """All slots of one layer. keys, rotated, values [S, H, C, D]; scores [S, P, H, C]; positions [S, H, C].
 
-    `rotated` is `keys` itself where no rotated keys are kept. All layers of a device share one `scratch`.
+    `rotated` is `keys` itself where no rotated keys are kept, and `values` is `rotated` where K is V, too. All layers
+    of a device share one `scratch`.
     """
 
     keys: Tensor
@@ -28,8 +30,12 @@ class LayerBuffers:
     @property
     def tensors(self) -> list[Tensor]:
         """The tensors of this layer, each once; `scratch`, which layers share, is left out."""
-        unrotated = [self.keys, self.values, self.scores, self.positions]
-        return unrotated if self.rotated is self.keys else [*unrotated, self.rotated]
+        return list(dict.fromkeys([self.keys, self.values, self.scores, self.positions, self.rotated]))
+
+    @property
+    def moved(self) -> list[Tensor]:
+        """Those of K and V that move as they are; rotated keys are made anew."""
+        return [self.keys] if self.values is self.rotated else [self.keys, self.values]
 
     def write_each(self, slots: Tensor, ranks: Tensor, keys: Tensor, rotated: Tensor, values: Tensor) -> None:
         """Write one new unit for each of A slots, behind its committed units.
@@ -40,35 +46,39 @@ class LayerBuffers:
             slots, ranks: [A], for every unit its slot and its rank there.
             keys, rotated, values: [A, H, 1, D]; the keys before and after RoPE.
         """
+        written = [(self.keys, keys)]
+        if self.values is not self.rotated:
+            written.append((self.values, values))
+        if self.rotated is not self.keys:
+            written.append((self.rotated, rotated))
         if len(slots) == 1 and slots.device.type == "cpu":
             slot, rank = int(slots), int(ranks)
-            slot_units(self.keys, slot, rank, rank + 1).copy_(keys)
-            slot_units(self.values, slot, rank, rank + 1).copy_(values)
-            if self.rotated is not self.keys:
-                slot_units(self.rotated, slot, rank, rank + 1).copy_(rotated)
+            for tensor, unit in written:
+                slot_units(tensor, slot, rank, rank + 1).copy_(unit)
             return
-        if self.rotated is self.keys:
-            write_units((self.keys, self.values), (keys, values), slots, ranks)
-        else:
-            write_units((self.keys, self.values, self.rotated), (keys, values, rotated), slots, ranks)
+        tensors, units = zip(*written, strict=True)
+        write_units(tensors, units, slots, ranks)
 
 
 @dataclass(slots=True)
 class Dense:
-    """Units as attention reads them: keys, values and rotated keys, [3, H, C, D], of one slot and layer at a time.
+    """Units as attention reads them, of one slot and layer at a time.
 
-    parts: views of the three, [1, H, C, D] each.
+    parts: keys, values and rotated keys, [1, H, C, D] each.
     owner: whose they are, and of which layer.
     right: how many of the first ranks of each of the three are as the owner has them.
     """
 
-    units: Tensor
-    parts: tuple[Tensor, ...] = field(init=False)
+    parts: tuple[Tensor, Tensor, Tensor]
     owner: tuple[object, int] | None = None
     right: list[int] = field(default_factory=lambda: [0, 0, 0])
 
-    def __post_init__(self) -> None:
-        self.parts = self.units.split(1)
+    @classmethod
+    def empty(cls, unit: UnitShape, room: int, dtype: torch.dtype, device: torch.device) -> Dense:
+        """For at most `room` units of that shape."""
+        keys, values, rotated = (torch.zeros(1, unit.kv_heads, room, dim, dtype=dtype, device=device)
+                                 for dim in (*unit.dims, unit.key_dim))
+        return cls((keys, values, rotated))
 
 
 @dataclass(slots=True)
@@ -90,19 +100,20 @@ class QuantisedBuffers(LayerBuffers):
     dense: Dense
 
     @classmethod
-    def empty(cls, slots: int, heads: int, dim: int, units: int, exact: int, store_bits: tuple[int, int], *,
+    def empty(cls, slots: int, unit: UnitShape, units: int, exact: int, store_bits: tuple[int, int], *,
               scores: Tensor, positions: Tensor, scratch: Tensor, dense: Dense,
               means: Tensor | None = None) -> QuantisedBuffers:
         """Buffers of `units` coded units and `exact` exact ones, in the dtype of `dense`; `means` [H, D] if given."""
-        dtype, device = dense.units.dtype, dense.units.device
+        heads, dtype, device = unit.kv_heads, dense.parts[0].dtype, dense.parts[0].device
         keys, values = (torch.zeros(slots, heads, units, stored_row(dim, bits, dtype), dtype=torch.uint8, device=device)
-                        for bits in store_bits)
-        exact_keys = torch.zeros(slots, heads, exact, dim, dtype=dtype, device=device)
-        own = (torch.zeros(slots, 2, heads, dim, dtype=torch.float32, device=device) if means is None else
-               means.to(device, torch.float32).expand(slots, 2, heads, dim))
+                        for dim, bits in zip(unit.dims, store_bits, strict=True))
+        exact_keys, exact_values = (torch.zeros(slots, heads, exact, dim, dtype=dtype, device=device)
+                                    for dim in unit.dims)
+        of_means = 2, heads, unit.key_dim
+        own = (torch.zeros(slots, *of_means, dtype=torch.float32, device=device) if means is None else
+               means.to(device, torch.float32).expand(slots, *of_means))
         return cls(keys=keys, rotated=keys, values=values, scores=scores, positions=positions, scratch=scratch,
-                   exact_keys=exact_keys, exact_values=torch.zeros_like(exact_keys), means=own,
-                   given=means is not None, dense=dense)
+                   exact_keys=exact_keys, exact_values=exact_values, means=own, given=means is not None, dense=dense)
 
     @property
     def tensors(self) -> list[Tensor]:

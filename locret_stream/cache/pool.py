@@ -1,21 +1,24 @@
 """The pool: for each layer K, rotated K, V, scores and positions of all slots, allocated once. Addresses never move.
 
     bytes = slots * sum over layers of H * (b_l + chunk) * unit_l  +  scratch
-    unit_l = (2 or 3) * D * item + 4 * planes + 8      (3: K, rotated K, V; 2 in a layer without RoPE, and where the
-                                                        kernels rotate keys as they load them)
-    scratch = H * max_l(b_l) * max(D * item, 8)        (on each device that holds layers)
+    unit_l = ((1 or 2) * D_K + D_V) * item + 4 * planes + 8  (2: K and rotated K; 1 in a layer without RoPE, and where
+                                                        the kernels rotate keys as they load them)
+    scratch = max_l(H * b_l * max(D * item, 8))        (on each device that holds layers; D: the larger of both)
+
+and slots * 2 * state where layers carry a recurrent state (see `cache.states`).
 
 Where committed units are codes (see `cache.quantised_store`):
 
     bytes = slots * sum over layers of H * (b_l * kept + (chunk + first_l) * new + (b_l + chunk) * beside + mean)
             + scratch
     kept = row(K) + row(V)                             (see `budgets.row_bytes`; D * item at 16 bits)
-    new = 2 * D * item, beside = 4 * planes + 8        (first_l: the first units of layer l, which are kept exactly too:
+    new = (D_K + D_V) * item, beside = 4 * planes + 8  (first_l: the first units of layer l, which are kept exactly too:
                                                         its sinks, none where it has a sliding window)
-    mean = 8 * D                                       (0 where means of keys come with the heads: one [H, D] fp32 a
+    mean = 8 * D_K                                     (0 where means of keys come with the heads: one [H, D] fp32 a
                                                         layer for all slots)
-    scratch = H * max_l(b_l) * max(D * item, 8) + dense
-    dense = 3 * H * max_l(b_l + chunk) * D * item      (of each layer its own with `decode_copy`, else one for all)
+    scratch = max_l(H * b_l * max(D * item, 8)) + dense
+    dense = (2 * D_K + D_V) * H * max_l(b_l + chunk) * item  (of each layer its own with `decode_copy`, else one for all
+                                                        layers of one H and D)
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ import torch
 from torch import Tensor
 
 from locret_stream.cache.buffers import Dense, LayerBuffers, QuantisedBuffers
+from locret_stream.cache.states import StateBuffers, StateTensor
 from locret_stream.config import ModelShape, unit_bytes
 
 
@@ -42,59 +46,65 @@ class Pool:
         firsts: how many of the first units of each layer are kept exactly beside their codes, [L].
         key_means: of each layer, [L, H, D], which keys are coded without; None: each slot has its own.
         decode_copy: whether each layer of codes has a scratch of its own, so that what one slot read stays read.
+        states: the tensors of the model's recurrent state.
     """
 
     def __init__(self, shape: ModelShape, budgets: tuple[int, ...], chunk_size: int, slots: int, *,
                  rope: tuple[bool, ...], planes: int, dtype: torch.dtype,
                  device: torch.device | Sequence[torch.device], store_bits: tuple[int, int] = (16, 16),
-                 firsts: Sequence[int] = (), key_means: Tensor | None = None, decode_copy: bool = False):
+                 firsts: Sequence[int] = (), key_means: Tensor | None = None, decode_copy: bool = False,
+                 states: Sequence[StateTensor] = ()):
         self.shape, self.budgets, self.chunk_size, self.slots = shape, budgets, chunk_size, slots
         self.store_bits, self.quantised, self.dtype = store_bits, store_bits != (16, 16), dtype
+        self.states = StateBuffers(states, slots)
         self.planes, self.rope = planes, (False,) * len(budgets) if self.quantised else rope
         self.firsts = tuple(firsts) or (0,) * len(budgets)
         devices = [device] * len(budgets) if isinstance(device, torch.device) else device
-        self.devices = tuple(dict.fromkeys(devices))
-        heads, dim = shape.kv_heads, shape.head_dim
+        self._devices_of_layers, self.devices = tuple(devices), tuple(dict.fromkeys(devices))
         means = [None] * len(budgets) if key_means is None or not self.quantised else list(key_means)
         self.own_means = means[0] is None
-        row = max(dim * dtype.itemsize, 8)  # a row of K or V, or a position
-        scratches = {device: torch.zeros(heads * max(budgets) * row, dtype=torch.uint8, device=device)
+        scratches = {device: torch.zeros(self._scratch_bytes(), dtype=torch.uint8, device=device)
                      for device in self.devices}
         self.scratch = next(iter(scratches.values()))
         self.decode_copy = decode_copy and self.quantised
-        shared: dict[torch.device, Dense] = {}
+        shared: dict[object, Dense] = {}
         self.layers: list[LayerBuffers] = []
-        for units, rotates, first, device, mean in zip(budgets, self.rope, self.firsts, devices, means, strict=True):
-            scores = torch.zeros(slots, planes, heads, units + chunk_size, dtype=torch.float32, device=device)
-            positions = torch.zeros(slots, heads, units + chunk_size, dtype=torch.int64, device=device)
+        for layer, (unit, units, first, device) in enumerate(zip(shape.units, budgets, self.firsts, devices,
+                                                                 strict=True)):
+            heads, room = unit.kv_heads, units + chunk_size
+            scores = torch.zeros(slots, planes, heads, room, dtype=torch.float32, device=device)
+            positions = torch.zeros(slots, heads, room, dtype=torch.int64, device=device)
             if self.quantised:
-                most = units if decode_copy else max(budgets)
-                if decode_copy or device not in shared:
-                    shared[device] = Dense(torch.zeros(3, heads, most + chunk_size, dim, dtype=dtype, device=device))
+                form = layer if decode_copy else (heads, *unit.dims, device)
+                if form not in shared:
+                    shared[form] = Dense.empty(unit, room if decode_copy else max(budgets) + chunk_size, dtype, device)
                 self.layers.append(QuantisedBuffers.empty(
-                    slots, heads, dim, units, first + chunk_size, store_bits, scores=scores, positions=positions,
-                    scratch=scratches[device], dense=shared[device], means=mean))
+                    slots, unit, units, first + chunk_size, store_bits, scores=scores, positions=positions,
+                    scratch=scratches[device], dense=shared[form], means=means[layer]))
                 continue
-            keys = torch.zeros(slots, heads, units + chunk_size, dim, dtype=dtype, device=device)
-            self.layers.append(LayerBuffers(
-                keys=keys, rotated=torch.zeros_like(keys) if rotates else keys, values=torch.zeros_like(keys),
-                scores=scores, positions=positions, scratch=scratches[device]))
+            keys = torch.zeros(slots, heads, room, unit.key_dim, dtype=dtype, device=device)
+            rotated = torch.zeros_like(keys) if self.rope[layer] else keys
+            values = rotated if not unit.value_dim else torch.zeros(slots, heads, room, unit.value_dim, dtype=dtype,
+                                                                    device=device)
+            self.layers.append(LayerBuffers(keys=keys, rotated=rotated, values=values, scores=scores,
+                                            positions=positions, scratch=scratches[device]))
 
     def release(self) -> None:
         """Give the memory back, though contexts that are closed may still be held."""
         self.layers.clear()
+        self.states = StateBuffers((), 0)
         self.scratch = torch.empty(0, dtype=torch.uint8)
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All tensors of slots, layer by layer."""
-        return [t for layer in self.layers for t in layer.tensors]
+        """All tensors of slots, layer by layer, then recurrent states."""
+        return [*(t for layer in self.layers for t in layer.tensors), *self.states.tensors]
 
     @property
     def bytes_resident(self) -> int:
         """Bytes that the pool's tensors really take."""
         shared = {id(t): t for layer in self.layers for t in (
-            (layer.scratch, layer.dense.units) if isinstance(layer, QuantisedBuffers) else (layer.scratch,))}
+            (layer.scratch, *layer.dense.parts) if isinstance(layer, QuantisedBuffers) else (layer.scratch,))}
         return sum(t.untyped_storage().nbytes() for t in (*self.tensors, *shared.values()))
 
     @property
@@ -105,17 +115,25 @@ class Pool:
     @property
     def layer_bytes(self) -> list[int]:
         """Bytes of each layer of one slot, by the formula in this module's docstring."""
-        return [self.shape.kv_heads * unit_bytes(
-                    self.shape, self.planes, key_copies=2 if rotates else 1, store_bits=self.store_bits,
-                    own_means=self.own_means).of(budget, self.chunk_size, first)
-                for budget, rotates, first in zip(self.budgets, self.rope, self.firsts, strict=True)]
+        return [unit_bytes(unit, self.shape.item_bytes, self.planes, key_copies=2 if rotates else 1,
+                           store_bits=self.store_bits, own_means=self.own_means).of(budget, self.chunk_size, first)
+                for unit, budget, rotates, first in zip(self.shape.units, self.budgets, self.rope, self.firsts,
+                                                        strict=True)]
 
     def formula_bytes(self) -> int:
         """Bytes by the formula in this module's docstring; `bytes_resident` must equal them."""
-        shape = self.shape
-        row = shape.head_dim * shape.item_bytes
-        scratch = shape.kv_heads * max(self.budgets) * max(row, 8)
-        dense = [units + self.chunk_size for units in self.budgets] if self.decode_copy else [
-            max(self.budgets) + self.chunk_size] * len(self.devices) if self.quantised else []
-        return (self.slots * sum(self.layer_bytes) + len(self.devices) * scratch
-                + 3 * shape.kv_heads * sum(dense) * row)
+        read = [(unit.kv_heads * (2 * unit.key_dim + unit.value_dim) * self.shape.item_bytes, device, unit)
+                for unit, device in zip(self.shape.units, self._devices_of_layers, strict=True)]
+        dense = 0
+        if self.decode_copy:
+            dense = sum(row * (units + self.chunk_size) for (row, _, _), units in zip(read, self.budgets, strict=True))
+        elif self.quantised:
+            forms = {(unit.kv_heads, *unit.dims, device): row for row, device, unit in read}
+            dense = sum(forms.values()) * (max(self.budgets) + self.chunk_size)
+        of_slot = sum(self.layer_bytes) + 2 * sum(form.bytes for form in self.states.forms)
+        return self.slots * of_slot + len(self.devices) * self._scratch_bytes() + dense
+
+    def _scratch_bytes(self) -> int:
+        """Room for the rows of K or V of all kept units of any layer, or for their positions."""
+        return max(unit.kv_heads * units * max(max(unit.dims) * self.dtype.itemsize, 8)
+                   for unit, units in zip(self.shape.units, self.budgets, strict=True))

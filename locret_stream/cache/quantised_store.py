@@ -114,7 +114,7 @@ class QuantisedStore(UnitStore):
     def attended(self, layer: int, count: int, rotate: Rotate) -> tuple[Tensor, Tensor, Tensor]:
         """As of `UnitStore`, until the next read of any layer of this device."""
         keys, values, dense = self.keys(layer, count), self.values(layer, count), self._buffers(layer).dense
-        rotated, start = dense.units[2:, :, :count], min(dense.right[2], count)
+        rotated, start = dense.parts[2][:, :, :count], min(dense.right[2], count)
         if start < count:
             rotate(layer, keys[:, :, start:], start, rotated[:, :, start:])
             dense.right[2] = count
@@ -123,7 +123,7 @@ class QuantisedStore(UnitStore):
     def _dense(self, layer: int, count: int, part: int) -> Tensor:
         """K (part 0) or V (part 1) of the first `count` ranks, [1, H, count, D], in the scratch."""
         buffers, committed, tail = self._buffers(layer), min(count, self.counts[layer]), self.pool.firsts[layer]
-        dense, out = buffers.dense, buffers.dense.units[part, :, :count]
+        dense, out = buffers.dense, buffers.dense.parts[part][0, :, :count]
         if dense.owner != (self, layer):
             dense.owner, dense.right = (self, layer), [0, 0, 0]
         right = dense.right[part]
@@ -210,6 +210,7 @@ class QuantisedStore(UnitStore):
                                          *(() if buffers.given else ((buffers.means, 0, 2),))):
                 tensor[self.slot].narrow(axis, 0, length).copy_(tensor[other.slot].narrow(axis, 0, length))
         self.counts, self.fronts = list(other.counts), list(other.fronts)
+        self._copy_state(other)
 
     def put_in_front(self, layer: int, units: tuple[Tensor, Tensor] | None, keep: Tensor, front: int,
                      rotate: Rotate) -> None:
@@ -221,9 +222,9 @@ class QuantisedStore(UnitStore):
     # -- as tensors -------------------------------------------------------------------------------------------
 
     def beside(self) -> dict[str, Tensor]:
-        """Copies of what is stored beside the units of each layer l: `l.first_keys`, `l.first_values` [H, n, D], the
-        first units exactly, and `l.key_mean` [H, D] fp32, once there are any, unless means are given."""
-        out: dict[str, Tensor] = {}
+        """As of `UnitStore`, and of each layer l: `l.first_keys`, `l.first_values` [H, n, D], the first units exactly,
+        and `l.key_mean` [H, D] fp32, once there are any, unless means are given."""
+        out = super().beside()
         for layer in range(len(self.counts)):
             buffers = self._buffers(layer)
             count = max(0, min(self.pool.firsts[layer], self.counts[layer] - self.fronts[layer]))
@@ -232,10 +233,6 @@ class QuantisedStore(UnitStore):
             if self.counts[layer] > self.fronts[layer] and not buffers.given:
                 out[f"{layer}.key_mean"] = buffers.means[self.slot, 0].clone()
         return out
-
-    def export(self) -> dict[str, Tensor]:
-        """As of `UnitStore`, where K and V are rows of codes, and what `beside` has."""
-        return self.beside() | super().export()
 
     def load(self, units: Mapping[str, Tensor], rotate: Rotate,
              fronts: Sequence[tuple[Tensor, Tensor] | None] = ()) -> None:

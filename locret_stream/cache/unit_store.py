@@ -34,7 +34,8 @@ class UnitStore:
         buffers, stop = self.pool.layers[layer], start + keys.shape[2]
         assert self.counts[layer] <= start and stop <= buffers.keys.shape[2], "a forward writes the tail area only"
         buffers.keys[self.slot, :, start:stop] = keys[0]
-        buffers.values[self.slot, :, start:stop] = values[0]
+        if buffers.values is not buffers.rotated:
+            buffers.values[self.slot, :, start:stop] = values[0]
         if buffers.rotated is not buffers.keys:
             rotate(layer, keys, start, buffers.rotated[self.slot:self.slot + 1, :, start:stop])
 
@@ -56,9 +57,11 @@ class UnitStore:
         return self.keys(layer, count), self.rotated(layer, count), self.values(layer, count)
 
     def rows(self, layer: int, count: int) -> tuple[Tensor, Tensor]:
-        """K and V of the first `count` committed units as they are stored, [H, count, D]."""
+        """K and V of the first `count` committed units as they are stored, [H, count, D]; V of no numbers where K is V,
+        too."""
         buffers = self.pool.layers[layer]
-        return buffers.keys[self.slot, :, :count], buffers.values[self.slot, :, :count]
+        keys = buffers.keys[self.slot, :, :count]
+        return keys, keys[..., :0] if buffers.values is buffers.rotated else buffers.values[self.slot, :, :count]
 
     def scores(self, layer: int) -> Tensor:
         """Scores of the committed units, [P, H, n] fp32; plane 0 is what they compete by."""
@@ -86,7 +89,7 @@ class UnitStore:
             self.counts[layer] = total
             return
         budget = keep.shape[1]
-        compact_units([buffers.keys[self.slot, :, :total], buffers.values[self.slot, :, :total],
+        compact_units([*(rows[self.slot, :, :total] for rows in buffers.moved),
                        *buffers.scores[self.slot, :, :, :total], positions[:, :total]], keep, buffers.scratch)
         if buffers.rotated is not buffers.keys:
             rotate(layer, self.keys(layer, budget), 0, self.rotated(layer, budget))
@@ -99,6 +102,7 @@ class UnitStore:
                 axis = -1 if tensor is buffers.scores or tensor is buffers.positions else -2
                 tensor[self.slot].narrow(axis, 0, count + tail).copy_(tensor[other.slot].narrow(axis, 0, count + tail))
         self.counts, self.fronts = list(other.counts), list(other.fronts)
+        self._copy_state(other)
 
     def put_in_front(self, layer: int, units: tuple[Tensor, Tensor] | None, keep: Tensor, front: int,
                      rotate: Rotate) -> None:
@@ -109,7 +113,7 @@ class UnitStore:
         new = 0 if units is None else units[0].shape[2]
         total = new + keep.shape[1]
         assert total <= buffers.keys.shape[2]
-        for rows in (buffers.keys[slot], buffers.values[slot]):
+        for rows in (rows[slot] for rows in buffers.moved):
             rows[:, new:total] = rows.gather(1, keep[..., None].expand(-1, -1, rows.shape[-1]))
         for row in (*buffers.scores[slot], buffers.positions[slot]):
             row[:, new:total] = row.gather(1, keep)
@@ -128,22 +132,47 @@ class UnitStore:
             return 0
         buffers, new = self.pool.layers[layer], units[0].shape[2]
         keys, values = self._stored(layer, units[0][0], units[1][0], focus=True)
-        buffers.keys[self.slot, :, :new], buffers.values[self.slot, :, :new] = keys, values
+        for rows, units_of in zip(buffers.moved, (keys, values), strict=False):
+            rows[self.slot, :, :new] = units_of
         buffers.scores[self.slot, :, :, :new] = 0
         buffers.positions[self.slot, :, :new] = torch.arange(-new, 0, device=buffers.positions.device)
         return new
 
+    # -- the recurrent state ----------------------------------------------------------------------------------
+
+    @property
+    def _here(self) -> slice:
+        return slice(self.slot, self.slot + 1)
+
+    def state(self, *, provisional: bool) -> list[Tensor]:
+        """Copies of the tensors of the recurrent state, [1, ...] each: that of the committed units, or the one that
+        goes on with the provisional ones."""
+        return self.pool.states.read(self._here, provisional=provisional)
+
+    def keep_state(self, tensors: Sequence[Tensor], *, provisional: bool) -> None:
+        """Replace one of these."""
+        self.pool.states.write(self._here, tensors, provisional=provisional)
+
+    def _copy_state(self, other: UnitStore) -> None:
+        for provisional in (False, True):
+            self.keep_state(other.state(provisional=provisional), provisional=provisional)
+
+    # -- as tensors -------------------------------------------------------------------------------------------
+
     def beside(self) -> dict[str, Tensor]:
-        """What is stored beside the units: nothing."""
-        return {}
+        """Copies of what is stored beside the units: the recurrent state that belongs to them, once there are any."""
+        if not any(count > front for count, front in zip(self.counts, self.fronts, strict=True)):
+            return {}
+        return {form.name: tensor[0] for form, tensor in zip(self.pool.states.forms, self.state(provisional=False),
+                                                             strict=True)}
 
     def export(self) -> dict[str, Tensor]:
         """Copies of the committed units of each layer l, without those of a focus: `l.keys`, `l.values` [H, n, D],
-        `l.scores` [P, H, n], `l.positions` [H, n]."""
-        out: dict[str, Tensor] = {}
+        `l.scores` [P, H, n], `l.positions` [H, n]; and what `beside` has."""
+        out = self.beside()
         for layer, (buffers, count, front) in enumerate(zip(self.pool.layers, self.counts, self.fronts, strict=True)):
-            out[f"{layer}.keys"] = buffers.keys[self.slot, :, front:count].clone()
-            out[f"{layer}.values"] = buffers.values[self.slot, :, front:count].clone()
+            for part, rows in zip(("keys", "values"), self.rows(layer, count), strict=True):
+                out[f"{layer}.{part}"] = rows[:, front:].clone()
             out[f"{layer}.scores"] = buffers.scores[self.slot, :, :, front:count].clone()
             out[f"{layer}.positions"] = buffers.positions[self.slot, :, front:count].clone()
         return out
@@ -156,10 +185,13 @@ class UnitStore:
             keys = units[f"{layer}.keys"].to(buffers.keys.device)
             front = self._write_front(layer, fronts[layer] if fronts else None)
             count = front + keys.shape[1]
-            buffers.keys[self.slot, :, front:count] = keys
-            buffers.values[self.slot, :, front:count] = units[f"{layer}.values"]
+            for part, rows in zip(("keys", "values"), buffers.moved, strict=False):
+                rows[self.slot, :, front:count] = units[f"{layer}.{part}"]
             buffers.scores[self.slot, :, :, front:count] = units[f"{layer}.scores"]
             buffers.positions[self.slot, :, front:count] = units[f"{layer}.positions"]
             if buffers.rotated is not buffers.keys and count:
                 rotate(layer, self.keys(layer, count), 0, self.rotated(layer, count))
             self.counts[layer], self.fronts[layer] = count, front
+        forms = self.pool.states.forms
+        if forms and forms[0].name in units:
+            self.keep_state([units[form.name][None] for form in forms], provisional=False)

@@ -33,10 +33,12 @@ Examples:
   locret-stream inspect --model ./llama --policy keydiff --template"""
 app = typer.Typer(rich_markup_mode="rich")
 
-FORMULA = "bytes = slots · Σ H · (b_l + chunk) · (3 · D · item + 4 · planes + 8) + H · max b_l · max(D · item, 8)"
+FORMULA = ("bytes = slots · Σ H · (b_l + chunk) · ((2 · D_K + D_V) · item + 4 · planes + 8)\n"
+           "        + max H · b_l · max(D · item, 8)")
 FORMULA_IN_BITS = (
-    "bytes = slots · Σ H · (b_l · rows + (chunk + sinks) · 2 · D · item + (b_l + chunk) · (4 · planes + 8) + 8 · D)\n"
-    "        + H · max b_l · max(D · item, 8) + 3 · H · max(b_l + chunk) · D · item\n"
+    "bytes = slots · Σ H · (b_l · rows + (chunk + sinks) · (D_K + D_V) · item + (b_l + chunk) · (4 · planes + 8)"
+    " + 8 · D_K)\n"
+    "        + max H · b_l · max(D · item, 8) + H · (2 · D_K + D_V) · max(b_l + chunk) · item\n"
     "        (the last term, with --decode-copy, for each layer)\n"
     "rows: of K and of V, D · bits / 8, and for each group of at most 32 channels 4 (at 8 bits: of at most 64, 8); no "
     "sinks in layers with a sliding window")
@@ -91,24 +93,29 @@ def facts_of(runtime: Runtime, model: str, policy: str) -> dict[str, Any]:
     engine, shape = runtime.engine, runtime.engine.shape
     return {
         "model": model, "fingerprint": runtime.attachment.fingerprint, "layers": shape.layers,
-        "kv_heads": shape.kv_heads, "query_heads": shape.kv_heads * shape.groups, "head_dim": shape.head_dim,
+        **{name: [getattr(unit, name) for unit in shape.units]
+           for name in ("kv_heads", "query_heads", "key_dim", "value_dim")},
         "window": shape.window, "item_bytes": shape.item_bytes,
         "dtype": str(runtime.attachment.dtype).removeprefix("torch."), "device": str(runtime.attachment.device),
         "acknowledge": runtime.acknowledge, "policy": policy, "chunk_size": engine.chunk_size,
         "budgets": list(engine.budgets), "sliding": list(shape.sliding), "rope": list(engine.pool.rope),
         "store_bits": list(engine.config.store_bits), "firsts": list(engine.pool.firsts),
         "planes": engine.pool.planes, "slots": engine.pool.slots, "slot_bytes": engine.pool.slot_bytes,
-        "layer_bytes": engine.pool.layer_bytes,
+        "state_bytes": shape.state_bytes, "layer_bytes": engine.pool.layer_bytes,
         "bytes_resident": engine.pool.bytes_resident, "formula_bytes": engine.pool.formula_bytes(),
-        "full_cache_bytes_per_token": 2 * shape.layers * shape.kv_heads * shape.head_dim * shape.item_bytes,
+        "full_cache_bytes_per_token": shape.token_bytes,
     }
 
 
 def show(facts: dict[str, Any]) -> None:
     """Print the same as text and a table."""
-    heads, dim, chunk = facts["kv_heads"], facts["head_dim"], facts["chunk_size"]
-    out.print(f"{facts['model']}: {facts['layers']} layers, {facts['query_heads']} query and {heads} KV heads of {dim},"
-              f" {facts['window']:,} positions, {facts['dtype']} on {facts['device']}", soft_wrap=True)
+    chunk = facts["chunk_size"]
+    units = ["{} query and {} KV heads of {}".format(queries, heads, key if key == value else f"{key} (V: {value})")
+             for queries, heads, key, value in zip(*(facts[name] for name in (
+                 "query_heads", "kv_heads", "key_dim", "value_dim")), strict=True)]
+    forms = list(dict.fromkeys(units))
+    out.print(f"{facts['model']}: {facts['layers']} layers, {' or '.join(forms)}, {facts['window']:,} positions, "
+              f"{facts['dtype']} on {facts['device']}", soft_wrap=True)
     out.print(f"policy {facts['policy']}: budget {fmean(facts['budgets']):,.0f} + chunk {chunk} units per KV head, "
               "mean over the layers", soft_wrap=True)
     table = Table(pad_edge=False)
@@ -122,6 +129,9 @@ def show(facts: dict[str, Any]) -> None:
     out.print(f"{FORMULA if facts['store_bits'] == [16, 16] else FORMULA_IN_BITS}\n"
               f"      = {facts['formula_bytes']:,} bytes for {facts['slots']} slots; the tensors hold "
               f"{facts['bytes_resident']:,}; one context is {in_bytes(facts['slot_bytes'])}", soft_wrap=True)
+    if facts["state_bytes"]:
+        out.print(f"of these {in_bytes(2 * facts['state_bytes'])} are the recurrent state of its layers, committed and "
+                  "provisional", soft_wrap=True)
     per_token = facts["full_cache_bytes_per_token"]
     out.print(f"a full cache takes {per_token:,} bytes for every token: as much as one context after "
               f"{facts['slot_bytes'] // per_token:,} tokens, and {in_bytes(per_token * 1e6)} after a million",

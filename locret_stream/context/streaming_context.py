@@ -568,13 +568,12 @@ class StreamingContext:
         """What the memory keeps now; cheap, and valid at any time."""
         session, engine = self._live, self._services.engine
         shape, state, index = engine.shape, session.state, session.index
-        per_token = 2 * shape.layers * shape.kv_heads * shape.head_dim * shape.item_bytes
         return Memory(tokens=state.position, pending=len(state.pending), buffered=session.buffered.size,
                       units=tuple(state.store.counts),
                       capacity=tuple(units + engine.chunk_size for units in engine.budgets),
                       peak=tuple(state.peaks),
                       bytes_resident=0 if session.swapped_out else engine.pool.slot_bytes,
-                      bytes_full_cache=state.position * per_token, focus=len(state.focus),
+                      bytes_full_cache=state.position * shape.token_bytes, focus=len(state.focus),
                       bytes_recall=0 if index is None else index.bytes)
 
     async def receipts(self, start: int = 0, end: int | None = None) -> Receipts:

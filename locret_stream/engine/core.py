@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from locret_stream.cache import Pool, UnitStore, store_of, stored_row
+from locret_stream.cache import Pool, UnitStore, store_of
 from locret_stream.config import StreamConfig
 from locret_stream.engine import serialisation
 from locret_stream.engine.attention import Attention
@@ -65,7 +65,7 @@ class Engine:
                          device=[place.device for place in attachment.places],
                          rope=tuple(copies == 2 for copies in attachment.key_copies),
                          store_bits=config.store_bits, firsts=layout.firsts, key_means=key_means,
-                         decode_copy=decode_copy)
+                         decode_copy=decode_copy, states=attachment.states)
         self.attention = Attention(layout, attachment)
         self.decoder = Decoder(layout, attachment, self.pool)
         self._decoding: list[EngineState] = []  # the contexts of the last step of decoding
@@ -79,11 +79,9 @@ class Engine:
     @property
     def geometry(self) -> Geometry:
         """What a unit's K and V are in snapshots."""
-        shape, dtype = self.shape, self.attachment.dtype
-        if not self.config.quantised:
-            return Geometry(shape.layers, shape.kv_heads, shape.head_dim, dtype)
-        keys, values = (stored_row(shape.head_dim, bits, dtype) for bits in self.config.store_bits)
-        return Geometry(shape.layers, shape.kv_heads, keys, torch.uint8, values)
+        dtype, layers = self.attachment.dtype, self.layout.stored_rows
+        return Geometry(tuple((unit.kv_heads, *rows) for unit, rows in zip(self.shape.units, layers, strict=True)),
+                        torch.uint8 if self.config.quantised else dtype)
 
     def replace_policy(self, policy: Policy) -> None:
         """Score with another policy from now on, which must declare and protect the same as the one before."""
@@ -253,7 +251,9 @@ class Engine:
         dropped = len(state.pending) - pending
         assert 0 <= dropped, "only pending ids can be truncated"
         del state.pending[pending:]
-        if state.provisional >= pending:
+        if self.layout.states:  # a state cannot be taken back: it goes on from the committed one again
+            state.provisional = state.provisional if state.provisional <= pending else 0
+        elif state.provisional >= pending:
             state.provisional = max(0, pending - 1) if dropped else pending
 
     def commit(self, state: EngineState) -> None:
@@ -269,7 +269,7 @@ class Engine:
         state.provisional, state.tail_logits = 0, None  # the forward overwrites the provisional units
         focus_units = None if state.next_focus is None else self._focus_units(state.next_focus)
         scorer = Scorer(self.layout, self.attachment.logits, state)
-        hidden = self._forward(state, ids, 0, scorer)
+        hidden, carried = self._forward(state, ids, 0, scorer)
         scores = scorer.finish(ids, hidden)
         keeps = [self._keep(layer, total, len(state.focus)) for layer, total in enumerate(scores)]
         with state.broken_by_failure():
@@ -278,6 +278,7 @@ class Engine:
             if focus_units is not None:
                 assert state.next_focus is not None, "focus_units are its units"
                 put_in_front(self.layout, state, state.next_focus, focus_units)
+            state.store.keep_state(carried, provisional=False)
             state.policy_state = scorer.policy_state
             state.last_hidden = hidden[:, -1:].clone()
             with state.lock:
@@ -322,12 +323,15 @@ class Engine:
                 raise ConfigError("nothing was fed yet, so there is nothing to continue; feed or ask something first")
             return self.attachment.logits(state.last_hidden)[0, -1].float()
         new = state.pending[state.provisional:]
-        if len(new) == 1:
+        if len(new) == 1 and self.decoder.can_run(state):
             self.decoder.run([state])
         elif new:
-            hidden = self._forward(state, new, state.provisional, None)
+            before = state.provisional
+            hidden, carried = self._forward(state, new, before, None)
             state.tail_logits = self.attachment.logits(hidden[:, -1:])[0, -1].float()
-            state.provisional += len(new)
+            state.provisional = 0  # while the state is written
+            state.store.keep_state(carried, provisional=True)
+            state.provisional = before + len(new)
         assert state.tail_logits is not None
         state.peaks = [max(peak, count + state.provisional)
                        for peak, count in zip(state.peaks, state.store.counts, strict=True)]
@@ -365,7 +369,7 @@ class Engine:
 
     def _run_shared(self, states: Sequence[EngineState], least: int = 2) -> None:
         shared = [state for state in states if len(state.pending) - state.provisional == 1
-                  and not (state.broken or state.swapped_out or self.ready(state))]
+                  and self.decoder.can_run(state) and not (state.broken or state.swapped_out or self.ready(state))]
         if len(shared) >= least:
             # An error of one context must not fail the others: `logits` runs each alone then, and raises it again.
             try:
@@ -390,12 +394,12 @@ class Engine:
         if end - start > MOST_RECEIPTS:
             raise ConfigError(f"receipts of {end - start:,} tokens at once; expected at most {MOST_RECEIPTS:,}, or "
                               "occupancy(), which counts what is kept of any number")
-        kept = torch.zeros(self.shape.layers, self.shape.kv_heads, end - start, dtype=torch.bool)
+        kept = torch.zeros(self.shape.layers, self.shape.most_heads, end - start, dtype=torch.bool)
         scores = torch.full(kept.shape, float("nan"), dtype=torch.float32)
-        kept[:, :, max(0, state.seen - start):] = True
-        for layer in range(self.shape.layers):
+        for layer, unit in enumerate(self.shape.units):
+            kept[layer, :unit.kv_heads, max(0, state.seen - start):] = True
             positions, units_scores = state.store.positions(layer).cpu(), state.store.scores(layer)[0].cpu()
-            for head in range(self.shape.kv_heads):
+            for head in range(unit.kv_heads):
                 inside = (positions[head] >= start) & (positions[head] < end)
                 at = positions[head][inside] - start
                 kept[layer, head, at] = True
@@ -404,26 +408,32 @@ class Engine:
 
     # -- inside -----------------------------------------------------------------------------------------------
 
-    def _forward(self, state: EngineState, ids: list[int], offset: int, scorer: Scorer | None) -> Tensor:
-        """Run ids at ranks counts[l] + offset; writes no committed units. Returns hidden states [1, T, hidden]."""
+    def _forward(self, state: EngineState, ids: list[int], offset: int, scorer: Scorer | None
+                 ) -> tuple[Tensor, list[Tensor]]:
+        """Run ids at ranks counts[l] + offset; writes no committed units. Returns hidden states [1, T, hidden], and the
+        recurrent state behind the ids."""
         store, new = state.store, len(ids)
+        begins = not (state.seen or offset)
+        carried = self.attachment.carry(() if begins else store.state(provisional=offset > 0))
 
         def step(call: LayerCall) -> Attended:
             layer, start = call.layer, store.counts[call.layer] + offset
             total = start + new
-            store.write(layer, start, call.k, call.v, self.layout.tables.rotate)
+            if call.keeps:
+                store.write(layer, start, call.k, call.v, self.layout.tables.rotate)
             state.peaks[layer] = max(state.peaks[layer], total)
             q = self.layout.tables.rotate(layer, call.q, start)
             keys, k, v = store.attended(layer, total, self.layout.tables.rotate)
             if self.layout.on_load[layer]:
                 k = self.layout.tables.rotate(layer, k, 0)
             attended, lse = self.attention.attend(call, q, k, v)
-            if scorer is not None:
+            if scorer is not None and call.keeps:
                 scorer.see(call, q, keys[0], k, lse)
             return attended
 
         tensor = torch.tensor([ids], dtype=torch.int64, device=self.attachment.device)
-        return self.attachment.hidden(tensor, step)
+        hidden = self.attachment.hidden(tensor, step, carried, max(store.counts) + offset)
+        return hidden, [] if carried is None else carried.tensors
 
     def _focus_units(self, ids: Sequence[int]) -> Units:
         return units_of(self.layout, self.attachment, self.attention, ids)

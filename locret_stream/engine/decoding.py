@@ -20,7 +20,7 @@ from locret_stream.cache import Pool, QuantisedStore, UnitStore
 from locret_stream.engine.layout import Layout
 from locret_stream.engine.state import EngineState
 from locret_stream.kernels import decode_attention
-from locret_stream.models import Attachment, Attended, LayerCall
+from locret_stream.models import Attachment, Attended, LayerCall, Step
 
 _log = logging.getLogger(__name__)
 _capturing = threading.Lock()  # one capture at a time in a process
@@ -48,6 +48,7 @@ class Decoder:
         self._graphed = (all(layout.triton) and not pool.quantised and attachment.device.type == "cuda"
                          and len(pool.devices) == 1 and os.environ.get("LOCRET_CUDA_GRAPHS") != "0")
         self._graphs: dict[int, _Graph | None] = {}  # None: there was no memory for that size
+        self._went_on = False  # whether recurrent states were written in the step that runs
         self._zeros = {device: torch.zeros(1, dtype=torch.int64, device=device) for device in pool.devices}
 
     def run(self, states: Sequence[EngineState]) -> None:
@@ -55,12 +56,25 @@ class Decoder:
         meanwhile stays as it is: its units lie behind the committed ones of a slot, where the next context overwrites
         them."""
         counts = [state.provisional for state in states]
-        logits = self._step(states, counts)
-        for a, (state, count) in enumerate(zip(states, counts, strict=True)):
+        for state in states if self.pool.states.forms else ():
+            if not state.provisional:
+                state.store.keep_state(state.store.state(provisional=False), provisional=True)
+        self._went_on = False
+        try:
+            logits = [row.clone() for row in self._step(states, counts)]  # views would keep the whole batch's memory
+        except BaseException:
+            for state in states if self._went_on else ():
+                state.provisional = 0  # its recurrent state may be of one token more
+            raise
+        for state, row, count in zip(states, logits, counts, strict=True):
             with state.lock:
                 if not state.swapped_out:
-                    state.tail_logits = logits[a].clone()  # a view would keep the memory of the whole batch
-                    state.provisional = count + 1
+                    state.tail_logits, state.provisional = row, count + 1
+
+    def can_run(self, state: EngineState) -> bool:
+        """Whether the next token of the context can be run here: not the first of a stream, where layers with a
+        recurrent state have none to go on from."""
+        return not self.pool.states.forms or bool(state.seen or state.provisional)
 
     def _step(self, states: Sequence[EngineState], counts: Sequence[int]) -> Tensor:
         """Logits [A, vocab] fp32 of the ids behind the first `counts` pending ones."""
@@ -79,6 +93,7 @@ class Decoder:
             with torch.cuda.device_of(self.pool.scratch):
                 graph = self._graph_of(size, batch)
                 if graph is not None:
+                    self._went_on = bool(self.pool.states.forms)
                     return graph.replay(batch)[:len(states)]
         return self._forward(torch.tensor(rows, device=device))
 
@@ -118,7 +133,9 @@ class Decoder:
                 shared[kinds[layer]] = here[1], ranks, ranks + 1, tables.turns(layer, ranks)
             slots, ranks, lengths, turns = shared[kinds[layer]]
             cos = sin = None
-            if layout.on_load[layer]:
+            if not call.keeps:
+                q = tables.rotate_each(layer, call.q, turns)
+            elif layout.on_load[layer]:
                 pair = tables.layers[layer]
                 assert pair is not None, "kernels rotate keys on read only in layers with RoPE"
                 cos, sin = pair[0][0], pair[1][0]
@@ -126,18 +143,28 @@ class Decoder:
             else:
                 both = tables.rotate_each(layer, torch.cat([call.q, call.k], dim=1), turns)
                 q, k = both[:, :heads], both[:, heads:]
-            buffers.write_each(slots, ranks, call.k, k, call.v)
+            if call.keeps:
+                buffers.write_each(slots, ranks, call.k, k, call.v)
             return decode_attention(q, buffers.rotated, buffers.values, slots, lengths, call.scale, cos=cos, sin=sin,
                                     window=layout.shape.sliding[layer], softcap=call.softcap,
                                     sink_logits=call.sink_logits)
 
-        hidden = attachment.hidden(batch[0][:, None], step)
-        return attachment.logits(hidden)[:, -1].float()
+        return self._logits(batch, step)
 
+    def _logits(self, batch: Tensor, step: Step) -> Tensor:
+        """Logits [A, vocab] fp32 of a forward of `batch`, whose provisional states go on."""
+        attachment, states = self.attachment, self.pool.states
+        carried = attachment.carry(states.read(batch[1], provisional=True)) if states.forms else None
+        hidden = attachment.hidden(batch[0][:, None], step, carried, batch[2:].amax(0)[:, None])
+        logits = attachment.logits(hidden)[:, -1].float()
+        if carried is not None:
+            self._went_on = True
+            states.write(batch[1], carried.tensors, provisional=True)
+        return logits
 
     def _forward_quantised(self, stores: Sequence[UnitStore], batch: Tensor) -> Tensor:
         """`_forward` where committed units are codes: each context's layer is read, and attended to, by itself."""
-        tables, attachment, shape = self.layout.tables, self.attachment, self.layout.shape
+        tables, shape = self.layout.tables, self.layout.shape
         counts = batch[2:].tolist()
         shared: dict[tuple[Any, ...], tuple[Tensor, Sequence[Tensor], tuple[Tensor, Tensor] | None]] = {}
 
@@ -154,14 +181,16 @@ class Decoder:
             each = zip(*(part.split(1) for part in parts), strict=True) if len(stores) > 1 else (parts,)
             for store, rank, length, (q, k, v, turned) in zip(stores, counts[layer], lengths, each, strict=True):
                 assert isinstance(store, QuantisedStore), "a pool of codes has no others"
-                held, values = store.append(layer, rank, k, v, turned, tables.rotate)
+                if call.keeps:
+                    held, values = store.append(layer, rank, k, v, turned, tables.rotate)
+                else:
+                    _, held, values = store.attended(layer, rank + 1, tables.rotate)
                 out.append(decode_attention(q, held, values, here, length, call.scale,
                                             window=shape.sliding[layer], softcap=call.softcap,
                                             sink_logits=call.sink_logits))
             return torch.cat(out) if len(out) > 1 else out[0]
 
-        hidden = attachment.hidden(batch[0][:, None], step)
-        return attachment.logits(hidden)[:, -1].float()
+        return self._logits(batch, step)
 
 
 class _Graph:

@@ -56,7 +56,7 @@ def units_of(layout: Layout, attachment: Attachment, attention: Attention, ids: 
 
     def step(call: LayerCall) -> Attended:
         layer = call.layer
-        if not layout.shape.sliding[layer]:
+        if call.keeps and not layout.shape.sliding[layer]:
             units[layer] = call.k, call.v
         q = layout.tables.rotate(layer, call.q, 0)
         k = layout.tables.rotate(layer, call.k, 0)
@@ -74,7 +74,8 @@ def put_in_front(layout: Layout, state: EngineState, ids: Sequence[int], units: 
             continue
         store, old, new = state.store, len(state.focus), len(ids)
         count, space = store.counts[layer] - old, layout.budgets[layer] - new
-        keep = torch.arange(old, old + count, device=store.positions(layer).device).expand(layout.shape.kv_heads, -1)
+        positions = store.positions(layer)
+        keep = torch.arange(old, old + count, device=positions.device).expand(len(positions), -1)
         if count > space:
             sinks, stabilizers = layout.protection_of(layer, new)
             keep = select_units(store.scores(layer)[0, :, old:], space, sinks - new, stabilizers) + old

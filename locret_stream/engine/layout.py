@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from locret_stream.cache import StateTensor, stored_row
 from locret_stream.config import ModelShape, StreamConfig, check_codes, check_window
 from locret_stream.errors import ConfigError
 from locret_stream.kernels import uses_triton
@@ -24,6 +25,7 @@ class Layout:
         triton: for every layer, whether its operations run in Triton.
         on_load: for every layer, whether kernels apply RoPE as they read keys, so that no rotated keys are stored.
         dtype: of keys, values and hidden states.
+        states: the tensors of the model's recurrent state.
         given_means: whether the means that codes of keys are without come with the heads, and not with each context.
     """
 
@@ -35,6 +37,7 @@ class Layout:
     triton: tuple[bool, ...]
     on_load: tuple[bool, ...]
     dtype: torch.dtype
+    states: tuple[StateTensor, ...]
     given_means: bool
 
     @classmethod
@@ -51,12 +54,20 @@ class Layout:
                      tuple(uses_triton(torch.empty(0, device=place.device)) for place in attachment.places),
                      tuple(pair is not None and attachment.rotates_on_load(layer) and not config.quantised
                            for layer, pair in enumerate(tables.layers)), attachment.dtype,
-                     given_means and config.quantised)
+                     attachment.states, given_means and config.quantised)
         for units, window, (sinks, stabilizers) in zip(budgets, shape.sliding, layout.protection, strict=True):
             if not window and sinks + stabilizers >= units:
                 raise ConfigError(f"policy {policy.name!r} protects {sinks} + {stabilizers} units of {units}; "
                                   "expected fewer than the budget")
         return layout
+
+    @property
+    def stored_rows(self) -> list[tuple[int, int]]:
+        """Items of K and of V of a stored unit, by layer: numbers, or bytes where units are codes."""
+        return [(key, value) if not self.config.quantised else
+                (stored_row(key, self.config.store_bits[0], self.dtype),
+                 stored_row(value, self.config.store_bits[1], self.dtype))
+                for key, value in (unit.dims for unit in self.shape.units)]
 
     @property
     def chunk_size(self) -> int:

@@ -33,7 +33,7 @@ class Scorer:
         store, layer = self.state.store, call.layer
         total = store.counts[layer] + call.k.shape[2]
         sinks, stabilizers = self.layout.protection_of(layer, len(self.state.focus))
-        chunk = Chunk(layer=layer, start=self.state.seen, q=call.q[0], k=call.k[0], v=call.v[0],
+        chunk = Chunk(layer=layer, start=self.state.seen, q=call.q[0], k=call.k[0], v=call.own_v[0],
                       keys=keys, scores=store.scores(layer), budget=self.layout.budgets[layer],
                       sinks=sinks, stabilizers=stabilizers, state=self.policy_state)
         if "hidden" in self.needs:

@@ -3,6 +3,7 @@
 The tensors are the units of every layer l, those of the focus left out, as they follow from its ids (`l.keys`,
 `l.values` [H, n, D], `l.scores` [P, H, n], `l.positions` [H, n]); `seen`, `pending`, `history`, `focus`, `next_focus`
 (the position at which it was given, then its ids), `last_hidden`, `peaks`, and the state of the policy as `policy.*`.
+A model that carries a recurrent state has its tensors as `state.*` (`StateTensor`), once tokens were committed.
 Where committed units are codes, `l.keys` and `l.values` are rows of them, [H, n, bytes] uint8, and `l.first_keys`,
 `l.first_values` and `l.key_mean` are what `QuantisedStore.beside` has.
 """
@@ -14,7 +15,6 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from locret_stream.cache import stored_row
 from locret_stream.engine.focus import Units, expect_focus
 from locret_stream.engine.layout import Layout
 from locret_stream.engine.state import MOST_PENDING, EngineState
@@ -41,7 +41,9 @@ def moment(layout: Layout, state: EngineState, position: int, stored: Mapping[st
         positions = [store.positions(layer)[:, front:].cpu().clone() for layer, front in enumerate(fronts)]
     else:
         expect_units_of(state, stored)
-        tensors |= {name: tensor for name, tensor in stored.items() if name.partition(".")[2] in _BESIDE}
+        names = {form.name for form in layout.states}
+        tensors |= {name: tensor for name, tensor in stored.items()
+                    if name in names or name.partition(".")[2] in _BESIDE}
         scores = [stored[f"{layer}.scores"] for layer in range(layout.shape.layers)]
         positions = [stored[f"{layer}.positions"] for layer in range(layout.shape.layers)]
     tensors |= {f"{layer}.scores": tensor for layer, tensor in enumerate(scores)}
@@ -92,19 +94,22 @@ def expect_loadable(layout: Layout, tensors: Mapping[str, Tensor], fresh: Engine
     if seen is None or seen.dtype != torch.int64 or seen.dim() or int(seen) < 0 or int(seen) % layout.chunk_size:
         raise SnapshotCorrupt(f"'seen' is {seen}; expected a multiple of the chunk size {layout.chunk_size}")
     count = int(seen)
-    heads, dim, dtype = shape.kv_heads, shape.head_dim, layout.dtype
+    dtype = layout.dtype
     expected: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {"seen": (torch.int64, ())}
     units_of: dict[tuple[int, int | None], int] = {}  # layers of equal budget and window have equally many units
-    for layer, kind in enumerate(zip(layout.budgets, shape.sliding, strict=True)):
+    for layer, (budget, unit) in enumerate(zip(layout.budgets, shape.units, strict=True)):
+        heads, kind = unit.kv_heads, (budget, unit.sliding)
         units = units_of.setdefault(kind, _expected_units(tensors.get(f"{layer}.keys"), count, *kind, tensors, layout))
         if layout.config.quantised:
-            expected |= _expected_codes(layout, layer, units, tensors)
+            expected |= _expected_codes(layout, layer, units)
         else:
-            expected[f"{layer}.keys"] = expected[f"{layer}.values"] = (dtype, (heads, units, dim))
+            for part, dim in zip(("keys", "values"), unit.dims, strict=True):
+                expected[f"{layer}.{part}"] = (dtype, (heads, units, dim))
         expected[f"{layer}.scores"] = (torch.float32, (planes, heads, units))
         expected[f"{layer}.positions"] = (torch.int64, (heads, units))
     if count:
         expected["last_hidden"] = (dtype, (1, 1, shape.hidden))
+        expected |= {form.name: (form.dtype, form.shape) for form in layout.states}
     if "peaks" in tensors:
         expected["peaks"] = (torch.int64, (shape.layers,))
     expected |= {f"policy.{name}": (t.dtype, tuple(t.shape)) for name, t in fresh.policy_state.items()}
@@ -132,16 +137,15 @@ def expect_loadable(layout: Layout, tensors: Mapping[str, Tensor], fresh: Engine
         raise SnapshotCorrupt("'peaks' are not numbers of units that a layer can hold")
 
 
-def _expected_codes(layout: Layout, layer: int, units: int, tensors: Mapping[str, Tensor]
-                    ) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+def _expected_codes(layout: Layout, layer: int, units: int) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
     """Dtypes and shapes of a layer's codes, and of what is stored beside them."""
-    heads, dim, first = layout.shape.kv_heads, layout.shape.head_dim, min(layout.firsts[layer], units)
-    expected: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
-        f"{layer}.{part}": (torch.uint8, (heads, units, stored_row(dim, bits, layout.dtype)))
-        for part, bits in zip(("keys", "values"), layout.config.store_bits, strict=True)}
-    expected |= {f"{layer}.{part}": (layout.dtype, (heads, first, dim)) for part in ("first_keys", "first_values")}
+    unit, first = layout.shape.units[layer], min(layout.firsts[layer], units)
+    expected: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
+    for part, dim, row in zip(("keys", "values"), unit.dims, layout.stored_rows[layer], strict=True):
+        expected[f"{layer}.{part}"] = (torch.uint8, (unit.kv_heads, units, row))
+        expected[f"{layer}.first_{part}"] = (layout.dtype, (unit.kv_heads, first, dim))
     if units and not layout.given_means:
-        expected[f"{layer}.key_mean"] = (torch.float32, (heads, dim))
+        expected[f"{layer}.key_mean"] = (torch.float32, (unit.kv_heads, unit.key_dim))
     return expected
 
 

@@ -96,7 +96,8 @@ class EngineState:
 class Receipts:
     """What became of the tokens start .. end-1. Tokens accepted and not committed yet count as kept, without score.
 
-    kept [L, H, T] bool; scores [L, H, T] fp32, nan where there is none.
+    kept [L, H, T] bool; scores [L, H, T] fp32, nan where there is none. In a layer with fewer KV heads than another the
+    last of H keep nothing.
     """
 
     start: int

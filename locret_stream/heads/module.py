@@ -173,7 +173,7 @@ class RetainingHeads(nn.Module):
         if self.config.features == "hidden":
             assert hidden is not None, "heads of features='hidden' read hidden states"
             return self.forward(layer, hidden)
-        if len(q) == 1 and not self.config.input_norm and not torch.is_grad_enabled():
+        if len(q) == 1 and v.shape == k.shape and not self.config.input_norm and not torch.is_grad_enabled():
             fc1, fc2 = self.fc1[layer], self.fc2[layer]
             return score_units(q[0], k[0], v[0], fc1.weight, fc2.weight, self.act, fc1.bias, fc2.bias)[None]
         x = torch.cat([t.transpose(1, 2).flatten(2) for t in (q, k, v)], dim=-1)
@@ -276,12 +276,12 @@ class RetainingHeads(nn.Module):
         Raises:
             HeadsMismatch: names the first tensor with both shapes, or both fingerprints.
         """
-        width = self.config.width
+        width, unit = self.config.width, shape.one_unit("retaining heads")
         features = (shape.hidden if self.config.features == "hidden" else
-                    (shape.groups + 2) * shape.kv_heads * shape.head_dim)
+                    unit.kv_heads * ((unit.groups + 1) * unit.key_dim + unit.value_dim))
         layers = [n for n in range(shape.layers) if n >= self.config.layers or self.config.has_head(n)]
         expected = {f"fc1.{n}.weight": (width, features) for n in layers}
-        expected |= {f"fc2.{n}.weight": (shape.kv_heads, width) for n in layers}
+        expected |= {f"fc2.{n}.weight": (unit.kv_heads, width) for n in layers}
         found = {name: tuple(t.shape) for name, t in self.state_dict().items() if name.endswith(".weight")}
         for name in sorted(expected.keys() | found.keys(), key=lambda n: (int(n.split(".")[1]), n)):
             if expected.get(name) != found.get(name):
@@ -327,7 +327,8 @@ class RetainingHeads(nn.Module):
         """
         tensors = read_published(path)
         if shape is not None:
-            kv_heads, head_dim, query_heads = shape.kv_heads, shape.head_dim, shape.kv_heads * shape.groups
+            unit = shape.one_unit("retaining heads")
+            kv_heads, head_dim, query_heads = unit.kv_heads, unit.key_dim, unit.query_heads
         sizes = infer_sizes(tensors, layers=None if shape is None else shape.layers, query_heads=query_heads,
                             kv_heads=kv_heads, head_dim=head_dim)
         heads = cls(HeadsConfig(layers=sizes["layers"], query_heads=sizes["query_heads"], kv_heads=sizes["kv_heads"],

@@ -22,6 +22,7 @@ from locret_stream.kernels.reference import order_keys, quantise_units, slot_uni
 __all__ = ["compact_units", "decode_attention", "dequantise_units", "order_keys", "prefill_attention",
            "quantise_units", "reduced_attention", "rotate_halves", "score_units", "select_units",
            "slot_units", "uses_triton", "write_units"]
+WIDEST = 256  # numbers of a key that Triton's attention has room for
 
 
 def uses_triton(x: Tensor) -> bool:
@@ -67,14 +68,31 @@ def _dispatched(operation: Callable[..., Any]) -> Callable[..., Any]:
 
 
 compact_units = _dispatched(torch_ops.compact_units)
-decode_attention = _dispatched(torch_ops.decode_attention)
+_decode_attention = _dispatched(torch_ops.decode_attention)
 dequantise_units = _dispatched(torch_ops.dequantise_units)
-prefill_attention = _dispatched(torch_ops.prefill_attention)
+_prefill_attention = _dispatched(torch_ops.prefill_attention)
 reduced_attention = _dispatched(reference.reduced_attention)
 score_units = _dispatched(torch_ops.score_units)
 select_units = _dispatched(torch_ops.select_units)
 write_units = _dispatched(reference.write_units)
 _rotate_halves = _dispatched(reference.rotate_halves)
+
+
+def prefill_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, **options: Any) -> tuple[Tensor, Tensor | None]:
+    """`reference.prefill_attention`: as that has it where K and V are of different widths, or wider than `WIDEST`."""
+    return (_prefill_attention if _has_kernel(k, v) else reference.prefill_attention)(q, k, v, scale, **options)
+
+
+def decode_attention(q: Tensor, keys: Tensor, values: Tensor, slots: Tensor, lengths: Tensor, scale: float,
+                     **options: Any) -> Tensor:
+    """`reference.decode_attention`, with the same exceptions."""
+    return (_decode_attention if _has_kernel(keys, values) else reference.decode_attention)(
+        q, keys, values, slots, lengths, scale, **options)
+
+
+def _has_kernel(keys: Tensor, values: Tensor) -> bool:
+    width = keys.shape[-1]
+    return width == values.shape[-1] and (width <= WIDEST or not uses_triton(keys))
 
 
 def rotate_halves(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor | None = None) -> Tensor:

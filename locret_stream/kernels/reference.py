@@ -183,7 +183,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, scale: float, ranks: Tensor, *, w
         [H*G, R, D] of q's dtype, and the log-sum-exp of the rows [H*G, R] fp32, sink logits included.
     """
     count = k.shape[1]
-    out, lse = torch.empty_like(q), torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+    out = q.new_empty(*q.shape[:2], v.shape[-1])
+    lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
     rows = max(1, _BLOCK_ELEMENTS // (count * q.shape[0]))
     for start in range(0, q.shape[1], rows):
         part = slice(start, start + rows)
@@ -243,7 +244,7 @@ def decode_attention(q: Tensor, keys: Tensor, values: Tensor, slots: Tensor, len
     Returns:
         [A, H*G, T, D] of q's dtype.
     """
-    out = torch.empty_like(q)
+    out = q.new_empty(*q.shape[:3], values.shape[-1])
     new = q.shape[2]
     for a, (slot, length) in enumerate(zip(slots.tolist(), lengths.tolist(), strict=True)):
         k, v = keys[slot, :, :length], values[slot, :, :length]

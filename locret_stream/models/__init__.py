@@ -1,11 +1,12 @@
 """Models, the only package that knows transformers' internals: `attaching` tests a model, `attachment` runs it,
-`rotary` applies RoPE, `gradients` lets gradients through, `weights` knows how weights are packed."""
+`rotary` applies RoPE, `recurrent` hands on what layers without attention carry, `gradients` lets gradients through,
+`weights` knows how weights are packed."""
 
 from locret_stream.models.attaching import attach, attached, detach, self_test
-from locret_stream.models.attachment import Attachment, Attended, LayerCall, additive_mask
+from locret_stream.models.attachment import Attachment, Attended, LayerCall, Step, additive_mask
 from locret_stream.models.gradients import differentiable, expect_gradients
 from locret_stream.models.rotary import RopeTables
 from locret_stream.models.weights import named_weights
 
-__all__ = ["Attachment", "Attended", "LayerCall", "RopeTables", "additive_mask", "attach", "attached", "detach",
+__all__ = ["Attachment", "Attended", "LayerCall", "RopeTables", "Step", "additive_mask", "attach", "attached", "detach",
            "differentiable", "expect_gradients", "named_weights", "self_test"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 import weakref
 from collections.abc import Iterator
@@ -10,10 +11,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 from locret_stream.errors import LocretError, UnsupportedModel
 from locret_stream.models.attachment import Attachment, Attended, LayerCall, input_of
+from locret_stream.models.refusals import why_not
 from locret_stream.models.weights import adapters, base_of, form, shadow
 
 _attached: weakref.WeakKeyDictionary[PreTrainedModel, dict[tuple[str, int], Attachment]] = weakref.WeakKeyDictionary()
@@ -42,11 +44,14 @@ def attach(model: PreTrainedModel, attn: str = "auto", number: int = 0) -> Attac
                 self_test(model, attachment)
             except LocretError:
                 raise
+            except (torch.OutOfMemoryError, MemoryError) as error:
+                raise UnsupportedModel(f"{type(model).__name__}: {type(error).__name__}: {error}; expected a device "
+                                       "with room for one more forward of a few tokens") from error
             except Exception as error:  # layers of a quantiser or an adapter may raise anything
                 packing = f" ({words})" if (words := form(model)) else ""
-                raise UnsupportedModel(f"{type(model).__name__}{packing}: the self-test failed with "
-                                       f"{type(error).__name__}: {error}; expected a model whose own forward works on "
-                                       "this device") from error
+                raise UnsupportedModel(
+                    f"{type(model).__name__}{packing}: " + (f"its own forward does not work on this device ({broken})"
+                    if (broken := _broken(model)) else why_not(model))) from error
             made[attn, number] = attachment
         elif attachment.adapters != (active := adapters(model)):
             raise UnsupportedModel(f"{type(model).__name__}: it is attached with the adapters "
@@ -54,6 +59,16 @@ def attach(model: PreTrainedModel, attn: str = "auto", number: int = 0) -> Attac
                                    "same, or every runtime that uses it to be closed first")
         attachment.users += 1
         return attachment
+
+
+def _broken(model: PreTrainedModel) -> str:
+    """What the model's own forward fails with; "" if it works."""
+    try:
+        with torch.no_grad():
+            shadow(model)(input_ids=torch.arange(3, device=model.device)[None], use_cache=False)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
 
 
 def detach(model: PreTrainedModel, attn: str = "auto", number: int = 0) -> int:
@@ -94,6 +109,8 @@ these are 0.04 and 0.34. A norm after RoPE, which must be refused, makes the roo
 
 TOTAL, PIECES = 24, (9, 1, 14)  # tokens of the self-test, and of each piece that is read
 BY_LAYER = 8e-2  # tolerance of a quantised layer, as a share of the root mean square that the layer adds to its input
+OF_STATES = 5e-3  # most that the stock model may differ from itself when it reads in pieces
+OF_ROUNDING, COPIED = 0.5, 8 << 30  # the gap in half precision, and bytes, up to which a copy in float32 is tried
 AMPLIFIED = 50  # how many tolerances the logits may differ by where every layer by itself is within one
 
 
@@ -106,7 +123,8 @@ def self_test(model: PreTrainedModel, attachment: Attachment) -> float:
     layers, as int8 kernels do, amplifies the last bit: its own logits differ by a tenth when it reads the same tokens
     in other pieces. So where the logits of a quantised model, or of one in fp32 or fp64, differ by more than its dtype
     allows, every layer is compared by itself, with the input of the stock model's layer. In fp16 and bf16 that would
-    say nothing: what a layer adds is often less than the rounding of what it adds it to.
+    say nothing: what a layer adds is often less than the rounding of what it adds it to. There a copy in fp32 is tried,
+    where it takes at most 8 GiB.
 
     Returns:
         The root mean square of the differences, in units of the stock logits' standard deviation.
@@ -124,17 +142,48 @@ def self_test(model: PreTrainedModel, attachment: Attachment) -> float:
     tolerance = _TOLERANCE.get(attachment.dtype, _TOLERANCE[torch.bfloat16])
     if gap <= tolerance:
         return gap
+    if attachment.states:  # layers with a recurrent state sum in another order when they read in pieces
+        own = _gap(_stock_in_pieces(model, ids), expected, expected.std())
+        if own > OF_STATES:
+            raise UnsupportedModel(
+                f"{type(model).__name__}: its own forward forgets: read in pieces, with transformers' own cache, its "
+                f"logits differ from those of one forward by {own:.3g} standard deviations (root mean square), as some "
+                "of its layers begin anew with each piece; expected a model that goes on from its recurrent state")
+        if gap <= 2 * own:
+            return gap
     exact = attachment.dtype.itemsize >= 4 and gap <= AMPLIFIED * tolerance
     if attachment.quantised or exact:
         head = _gap(attachment.logits(last), expected, expected.std())
         of_a_layer = BY_LAYER if attachment.quantised else tolerance
         if head <= tolerance and _gap_by_layer(attachment, ids, of_layers) <= of_a_layer:
             return gap
+    if attachment.dtype.itemsize < 4 and not attachment.quantised and gap <= OF_ROUNDING and _right_in_float32(model):
+        return gap
     raise UnsupportedModel(
         f"{type(model).__name__}: with a full budget its logits differ from the stock model's by {gap:.3g} "
         f"standard deviations (root mean square); expected at most {tolerance:g} in {attachment.dtype}. Its "
         "attention does something that this library does not reproduce (for example a norm after RoPE), so it is "
         "refused" + ("" if attachment.dtype.itemsize > 2 else "; load it in float32 to rule rounding out"))
+
+
+def _right_in_float32(model: PreTrainedModel) -> bool:
+    """Whether a copy of the model in float32 passes, where that is small enough to be made: in fewer bits a router of
+    experts may choose others for a rounding, and then the logits of a right attention differ by much."""
+    if sum(parameter.numel() for parameter in model.parameters()) * 4 > COPIED:
+        return False
+    exact = copy.deepcopy(model).float()
+    try:
+        self_test(exact, Attachment(exact, "auto"))
+    except UnsupportedModel:
+        return False
+    return True
+
+
+def _stock_in_pieces(model: PreTrainedModel, ids: Tensor) -> Tensor:
+    """Logits [1, T, vocab] fp32 of the stock model that reads the same pieces with a cache of transformers."""
+    stock, cache = shadow(model), DynamicCache(config=model.config.get_text_config(decoder=True))
+    return torch.cat([stock(part[None], past_key_values=cache, use_cache=True).logits
+                      for part in ids.split(PIECES)], 1).float()
 
 
 def _gap(found: Tensor, expected: Tensor, scale: Tensor) -> float:
@@ -168,16 +217,22 @@ def _read_in_pieces(attachment: Attachment, ids: Tensor) -> list[Tensor]:
     cache: dict[int, tuple[Tensor, Tensor]] = {}
 
     def step(call: LayerCall) -> Attended:
-        old_k, old_v = cache.get(call.layer, (call.k[:, :, :0], call.v[:, :, :0]))
-        k, v = torch.cat([old_k, call.k], 2), torch.cat([old_v, call.v], 2)
-        cache[call.layer] = (k, v)
-        start, window = old_k.shape[2], shape.sliding[call.layer]
+        if call.keeps:
+            old_k, old_v = cache.get(call.layer, (call.k[:, :, :0], call.v[:, :, :0]))
+            cache[call.layer] = torch.cat([old_k, call.k], 2), torch.cat([old_v, call.v], 2)
+        k, v = cache[call.layer]
+        start, window = k.shape[2] - call.q.shape[2], shape.sliding[call.layer]
         ranks = torch.arange(k.shape[2], device=k.device)
         distance = ranks[start:, None] - ranks[None, :]
         mask = (distance >= 0) & (distance < (window or TOTAL + 1))
         return tables.rotate(call.layer, call.q, start), tables.rotate(call.layer, k, 0), v, mask
 
-    return [attachment.hidden(part[None], step) for part in ids.split(PIECES)]
+    carried, hidden, start = attachment.carry(), [], 0
+    for part in ids.split(PIECES):
+        hidden.append(attachment.hidden(part[None], step, carried, start))
+        start += len(part)
+        carried = carried and attachment.carry(carried.tensors)
+    return hidden
 
 
 def _gap_by_layer(attachment: Attachment, ids: Tensor, of_layers: list[tuple[Tensor, Tensor]]) -> float:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -23,16 +23,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
-from transformers.cache_utils import get_layer_types_and_kwargs
+from transformers.cache_utils import DynamicCache, LinearAttentionCacheLayerMixin, get_layer_types_and_kwargs
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
-from locret_stream.config import ModelShape
+from locret_stream.cache import StateTensor
+from locret_stream.config import ModelShape, UnitShape
 from locret_stream.errors import UnsupportedModel
 from locret_stream.heads import RetainingHeads
 from locret_stream.kernels import uses_triton
+from locret_stream.models.indexed import chosen_at_most
+from locret_stream.models.latent import keep_latents, latent_of
 from locret_stream.models.linears import pack, quicken
 from locret_stream.models.norms import fuse
-from locret_stream.models.rotary import Place, RopeTables, Rotary
+from locret_stream.models.recurrent import Carried
+from locret_stream.models.refusals import ATTENDING, learned_positions, why_not
+from locret_stream.models.rotary import Place, RopeTables, Rotary, Source
 from locret_stream.models.weights import adapters, fingerprint, form, named_weights, quantisation, shadow, sketch
 
 NAME = "locret"  # of the attention function; no mask function has it, so that transformers builds no mask
@@ -43,7 +48,9 @@ class LayerCall:
     """One layer's attention, before RoPE: q [B, H*G, T, D], k and v [B, H, T, D].
 
     `hidden` [B, T, hidden] is the input of the attention module, after its norm. `softcap` bounds logits, in models
-    that have one (Gemma2); `sink_logits` [H*G] are extra logits in the softmax's denominator (GPT-OSS).
+    that have one (Gemma2); `sink_logits` [H*G] are extra logits in the softmax's denominator (GPT-OSS). Where a layer
+    reads the units of an earlier one and keeps none (Gemma 3n, Gemma 4), `layer` is that one, whose k and v these are,
+    and `keeps` is False.
     """
 
     layer: int
@@ -54,6 +61,12 @@ class LayerCall:
     scale: float
     softcap: float | None = None
     sink_logits: Tensor | None = None
+    keeps: bool = True
+
+    @property
+    def own_v(self) -> Tensor:
+        """V, of no numbers where K is V, too (latent attention): what is stored, and scored, beside K."""
+        return self.v[..., :0] if self.v is self.k else self.v
 
 
 Attended = Tensor | tuple[Tensor, Tensor, Tensor, Tensor | None]
@@ -75,13 +88,48 @@ def _attention(module: Any, query: Tensor, key: Tensor, value: Tensor, attention
 AttentionInterface.register(NAME, _attention)
 
 
-class _DecoderStub(nn.Module):
-    """Takes the place of the decoder while the causal LM computes logits from given hidden states."""
+class _Output(MoeModelOutputWithPast):
+    """What a base model returns: wrappers read more from it than its hidden states, such as features of images."""
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("_"):
+            raise AttributeError(name)
+
+
+class _BaseStub(nn.Module):
+    """Takes the place of the base model while the causal LM computes logits from given hidden states."""
 
     hidden: Tensor | None = None
 
+    def __init__(self, base: nn.Module):
+        super().__init__()
+        self.base = [base]  # a list makes it no submodule
+
+    def __getattr__(self, name: str) -> Any:
+        """Some causal LMs read a multiplier of their base model."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            found = getattr(self.__dict__["base"][0], name)
+            if isinstance(found, nn.Module):
+                raise
+            return found
+
     def forward(self, *args: object, **kwargs: object) -> MoeModelOutputWithPast:
-        return MoeModelOutputWithPast(last_hidden_state=self.hidden)
+        return _Output(last_hidden_state=self.hidden)
+
+
+@dataclass(frozen=True, slots=True)
+class _Probed:
+    """A layer that attends: its number in the decoder, its module, what it gave to attention before RoPE, where its
+    embeddings come from, if it has RoPE, and which one before, among those that attend, it reads the units of, if it
+    keeps none."""
+
+    number: int
+    module: Any
+    call: LayerCall
+    source: Source | None
+    reads: int | None = None
 
 
 class Attachment:
@@ -89,7 +137,9 @@ class Attachment:
 
     Attributes:
         shape: sizes of the model.
-        places: by layer, its device and dtypes. last_device: where hidden states come out.
+        places: by layer, its device and dtype. shares: whether layers read the units of others. states: the tensors of
+            its recurrent state, in layers that have one.
+        last_device: where hidden states come out.
         fingerprint: of the weights' content and the attention config, the same in float32 and bfloat16.
         form: quantisation and active adapters in words.
         adapters: names of the adapters that were active when the attachment was made, and stay so in it.
@@ -105,27 +155,33 @@ class Attachment:
                 self._shadow(torch.arange(3, device=model.device)[None], use_cache=False)
         self._shadow.set_attn_implementation(NAME)
         self._decoder = decoder = self._shadow.get_decoder()
-        prefix = self._shadow.base_model_prefix
-        if getattr(self._shadow, prefix, None) is not decoder:
-            raise UnsupportedModel(f"{type(model).__name__}: found no decoder under {prefix!r}; expected a text-only "
-                                   "causal LM (for multimodal models load the text part alone)")
         self._head = self._shadow.get_output_embeddings()
-        self._stub = _DecoderStub()
-        setattr(self._shadow, prefix, self._stub)
-        self._rotary = Rotary(self._decoder, getattr(self._config, "layer_types", None))
-        self._attentions = [layer.self_attn for layer in self._decoder.layers]
-        this = weakref.ref(self)
-        for module in self._attentions:
-            module.locret_attachment = this
+        self._path = self._take_base_out(model)
+        self._rotary = Rotary(decoder)
+        keep_latents(decoder)
+        self._chosen = chosen_at_most(decoder, self._config)
         self._step: Step | None = None
+        self._asked: list[tuple[Any, LayerCall]] | None = None  # what is noted, while a probe runs
         self._graded = False  # whether forwards build an autograd graph
         self._input: Any = None  # the input of the attention module that is running: a tensor, or None in the probes
-        self.places, self.last_device = self._probe_places(model)
-        self.shape = self._read_shape(model)
-        self._rotary.set_layers([self._probe_rope(module) for module in self._attentions], self.places,
-                                self.shape.head_dim)
-        for module in self._attentions:
-            _note_inputs(module)
+        this = weakref.ref(self)
+        for module in decoder.modules():  # a probe shows which of them attend
+            module.locret_attachment = this
+        layers, self.states, self.last_device = self._probe(model)
+        self.shares = any(layer.reads is not None for layer in layers)
+        numbers: dict[int, int] = {}  # of the layers that keep units, by their number among all that attend
+        for at, layer in enumerate(layers):
+            layer.module.locret_layer = numbers[at if layer.reads is None else layer.reads] = numbers.get(
+                layer.reads if layer.reads is not None else at, len(numbers))
+            layer.module.locret_keeps = layer.reads is None
+            _note_inputs(layer.module)
+        layers = [layer for layer in layers if layer.reads is None]
+        self._attentions = [layer.module for layer in layers]
+        self.places = [Place(layer.call.k.device, layer.call.k.dtype) for layer in layers]
+        self.shape = self._read_shape(model, layers)
+        self._rotary.set_layers(self._attentions, [layer.source for layer in layers], self.places,
+                                [unit.key_dim for unit in self.shape.units],
+                                [0 if latent is None else latent.width for latent in map(latent_of, self._attentions)])
         for tree in (self._decoder, self._shadow):
             quicken(tree)
             fuse(tree)
@@ -144,10 +200,9 @@ class Attachment:
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Every tensor that the model computes with, by its name in the model; see `weights.named_weights`."""
-        prefix = self._shadow.base_model_prefix
         yield from named_weights(self._shadow)
         for name, tensor in named_weights(self._decoder):
-            yield f"{prefix}.{name}", tensor
+            yield f"{self._path}.{name}", tensor
 
     def put_beside(self, heads: RetainingHeads, dtype: torch.dtype | None = None) -> RetainingHeads:
         """The heads, each moved to the device of its layer, and cast to `dtype` if it is given."""
@@ -184,14 +239,26 @@ class Attachment:
             raise UnsupportedModel(f"found {type(model).__name__}; expected a transformers causal LM, such as "
                                    "AutoModelForCausalLM.from_pretrained(...) gives")
         try:
-            decoder = model.get_decoder()
-            attentions = [layer.self_attn for layer in decoder.layers]
-            ok = hasattr(decoder, "rotary_emb") and all(hasattr(a, "layer_idx") for a in attentions)
+            layers = list(model.get_decoder().layers)
         except AttributeError:
-            ok = False
-        if not ok or not attentions or model.get_output_embeddings() is None:
-            raise UnsupportedModel(f"{type(model).__name__}: expected a decoder-only model with rotary embeddings and "
-                                   "a self_attn in every layer (as Llama, Qwen, Mistral, Phi3, Gemma, GPT-OSS have)")
+            layers = []
+        if not layers or model.get_output_embeddings() is None or learned_positions(model.get_decoder()):
+            raise UnsupportedModel(f"{type(model).__name__}: {why_not(model)}")
+
+    def _take_base_out(self, model: PreTrainedModel) -> str:
+        """Put a stub in the place of the base model, which is the decoder or, in a multimodal wrapper, has it; returns
+        the decoder's name in the whole model. Raises UnsupportedModel."""
+        prefix = self._shadow.base_model_prefix
+        base = getattr(self._shadow, prefix, None)
+        paths = [path for path, module in base.named_modules() if module is self._decoder] if isinstance(
+            base, nn.Module) else []
+        if not paths:
+            raise UnsupportedModel(f"{type(model).__name__}: found no decoder under {prefix!r}; expected a causal LM, "
+                                   "or a multimodal model around one")
+        assert isinstance(base, nn.Module), "it has a path"
+        self._stub = _BaseStub(base)
+        setattr(self._shadow, prefix, self._stub)
+        return f"{prefix}.{paths[0]}" if paths[0] else prefix
 
     @staticmethod
     def _base_attention(model: PreTrainedModel, attn: str) -> str:
@@ -206,22 +273,24 @@ class Attachment:
     def _config(self) -> Any:
         return self._shadow.config.get_text_config(decoder=True)
 
-    def _read_shape(self, model: PreTrainedModel) -> ModelShape:
-        config, first = self._config, self._attentions[0]
-        kinds, kwargs = get_layer_types_and_kwargs(config)
-        allowed = ("full_attention", "sliding_attention")
-        if any(kind not in allowed for kind in kinds) or len(kinds) != len(self._attentions):
-            raise UnsupportedModel(f"{type(model).__name__}: found layers of kind {sorted(set(kinds))}; expected only "
-                                   f"{' and '.join(allowed)}")
-        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-        window = config.max_position_embeddings
-        # Some checkpoints (Phi-3-mini-128k) have a sliding window at least as long as all positions: it hides nothing.
-        sliding = [extra.get("sliding_window") for extra in kwargs]
-        return ModelShape(
-            layers=len(kinds), kv_heads=kv_heads, groups=heads // kv_heads,
-            head_dim=getattr(first, "head_dim", None) or config.hidden_size // heads, vocab=config.vocab_size,
-            window=window, item_bytes=self.dtype.itemsize, hidden=config.hidden_size,
-            sliding=tuple(None if not reach or reach >= window else reach for reach in sliding))
+    def _read_shape(self, model: PreTrainedModel, layers: list[_Probed]) -> ModelShape:
+        """The shape of the model, of what its layers gave to attention in a probe. Raises UnsupportedModel."""
+        config = self._config
+        kinds, options = get_layer_types_and_kwargs(config)
+        window, units = min(config.max_position_embeddings, self._chosen or config.max_position_embeddings), []
+        for layer in layers:
+            number, call = layer.number, layer.call
+            kind = kinds[number] if number < len(kinds) else "full_attention"
+            if kind not in ATTENDING and not (kind == "indexed_attention" and self._chosen):
+                raise UnsupportedModel(f"{type(model).__name__}: {why_not(model)}")
+            # Some checkpoints (Phi-3-mini-128k) have a sliding window at least as long as all positions: it hides
+            # nothing.
+            reach, (heads, _, key_dim) = options[number].get("sliding_window"), call.k.shape[1:]
+            units.append(UnitShape(kv_heads=heads, groups=call.q.shape[1] // heads, key_dim=key_dim,
+                                   value_dim=0 if call.v is call.k else call.v.shape[-1],
+                                   sliding=None if not reach or reach >= window else reach))
+        return ModelShape(units=tuple(units), vocab=config.vocab_size, window=window, item_bytes=self.dtype.itemsize,
+                          hidden=config.hidden_size, state_bytes=sum(tensor.bytes for tensor in self.states))
 
     @property
     def device(self) -> torch.device:
@@ -264,53 +333,54 @@ class Attachment:
         return getattr(self._config, "hidden_act", "") or getattr(self._config, "hidden_activation", "silu")
 
     @torch.no_grad()
-    def _probe_places(self, model: PreTrainedModel) -> tuple[list[Place], torch.device]:
-        """The place of each layer, and the device where hidden states come out, as a forward shows them: the parameters
-        of a quantised or offloaded model have other dtypes and devices."""
-        inputs: dict[int, torch.dtype] = {}
-        by_layer: dict[int, Place] = {}
+    def _probe(self, model: PreTrainedModel) -> tuple[list[_Probed], tuple[StateTensor, ...], torch.device]:
+        """Which modules attend, in order, and what each gives to attention; the forms of the recurrent state; and the
+        device where hidden states come out: as forwards of three tokens show it, since the parameters of a quantised or
+        offloaded model have other dtypes and devices. In these forwards attention gives zeros, so that layers behind it
+        get the same with and without RoPE; a layer whose keys are the same has none.
 
-        def note(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            inputs[module.layer_idx] = input_of(args, kwargs).dtype
-
-        def step(call: LayerCall) -> Attended:
-            by_layer[call.layer] = Place(call.k.device, inputs[call.layer], call.k.dtype)
-            return call.q, call.k, call.v, None
-
+        Raises:
+            UnsupportedModel: nothing attends, or the layers differ in dtype.
+        """
         first = next((t.device for t in model.get_input_embeddings().parameters() if not t.is_meta), "cpu")
-        with ExitStack() as hooks:
-            for module in self._attentions:
-                hooks.enter_context(module.register_forward_pre_hook(note, with_kwargs=True))
-            out = self.hidden(torch.arange(3, device=first)[None], step)
-        places = [by_layer[layer] for layer in range(len(self._attentions))]
-        dtypes = {place.keys for place in places}
+        ids = torch.arange(3, device=first)[None]
+        carried = Carried(self._config) if _has_states(self._config) else None
+        out, plain = self._ask(ids, carried)
+        modules = [module for module, _ in plain]
+        if not modules:
+            raise UnsupportedModel(f"{type(model).__name__}: {why_not(model)}")
+        if len({id(module) for module in modules}) < len(modules):
+            raise UnsupportedModel(f"{type(model).__name__}: one attention module serves several of its layers; "
+                                   "expected one for each")
+        dtypes = {call.k.dtype for _, call in plain}
         if len(dtypes) > 1 or not all(dtype.is_floating_point for dtype in dtypes):
             raise UnsupportedModel(f"{type(model).__name__}: its layers give keys of {sorted(map(str, dtypes))}; "
                                    "expected one floating-point dtype: load it with dtype=... for all of them")
-        return places, out.device
+        numbers = {id(module): number for number, layer in enumerate(self._decoder.layers)
+                   for module in layer.modules()}
+        sources: dict[int, Source | None] = {}
+        with self._rotary.as_the_model_has_it() as source_of, ExitStack() as hooks:
+            for module in modules:
+                hooks.enter_context(module.register_forward_pre_hook(
+                    lambda module, *arguments: sources.__setitem__(id(module), source_of(arguments)), with_kwargs=True))
+            _, rotated = self._ask(ids)
+        layers: list[_Probed] = []
+        for (module, call), (_, turned) in zip(plain, rotated, strict=True):
+            number, rotates = numbers[id(module)], not torch.equal(call.k, turned.k)
+            reads = next((at for at, earlier in enumerate(layers) if call.k is earlier.call.k), None)
+            if rotates and sources[id(module)] is None:
+                raise UnsupportedModel(f"{type(model).__name__}: layer {number} turns its keys by position in a way of "
+                                       f"its own; {why_not(model)}")
+            layers.append(_Probed(number, module, call, sources[id(module)] if rotates else None, reads))
+        return layers, () if carried is None else carried.found(), out.device
 
-    @torch.no_grad()
-    def _probe_rope(self, module: Any) -> bool:
-        """Whether a layer uses position embeddings (SmolLM3 has NoPE layers): runs it with real and identity ones."""
-        place = self.places[module.layer_idx]
-        x = torch.linspace(-1, 1, 3 * self.shape.hidden, dtype=place.hidden, device=place.device)
-        x = x.view(1, 3, self.shape.hidden)
-        positions = torch.arange(3, device=place.device)[None]
-        cos, sin = self._rotary.cos_sin(module.layer_idx, positions, place)
-        seen: list[Tensor] = []
-
-        def keep_query(call: LayerCall) -> Attended:
-            seen.append(call.k)
-            return call.q, call.k, call.v, None
-
-        self._step = keep_query
+    def _ask(self, ids: Tensor, carried: Carried | None = None) -> tuple[Tensor, list[tuple[Any, LayerCall]]]:
+        """Hidden states of a forward in which attention gives zeros, and who asked it for what."""
+        asked = self._asked = []
         try:
-            for pair in ((cos, sin), (torch.ones_like(cos), torch.zeros_like(sin))):
-                module(hidden_states=x, position_embeddings=pair, attention_mask=None, past_key_values=None,
-                       position_ids=positions)
+            return self.hidden(ids, None, carried), asked
         finally:
-            self._step = self._input = None
-        return not torch.equal(seen[0], seen[1])
+            self._asked = None
 
     @torch.no_grad()
     def _probe_head(self) -> bool:
@@ -325,16 +395,28 @@ class Attachment:
 
     # -- running ----------------------------------------------------------------------------------------------
 
-    def hidden(self, ids: Tensor, step: Step) -> Tensor:
-        """Run the decoder over ids [B, T]; `step` is called once per layer. Returns [B, T, hidden], with an autograd
-        graph only inside `gradients.differentiable`."""
-        positions = torch.arange(ids.shape[1], device=ids.device)[None]
+    def hidden(self, ids: Tensor, step: Step | None, carried: Carried | None = None, start: int | Tensor = 0) -> Tensor:
+        """Run the decoder over ids [B, T]; `step` is called once per layer that attends (None: in a probe). Returns
+        [B, T, hidden], with an autograd graph only inside `gradients.differentiable`.
+
+        Args:
+            carried: where a recurrent state comes from and goes to, see `carry`; None: it begins here, and is dropped.
+            start: the position of the first id, one for all rows or [B, 1]. RoPE is applied elsewhere, at each layer's
+                own ranks; but some models scale queries by position, too (Ministral 3, Llama 4).
+        """
+        positions = torch.arange(ids.shape[1], device=ids.device)[None] + start
         self._step = step
         try:
             with torch.set_grad_enabled(self._graded):
-                return self._decoder(input_ids=ids, position_ids=positions, use_cache=False).last_hidden_state
+                more = {} if carried is None else {"past_key_values": carried}
+                return self._decoder(input_ids=ids, position_ids=positions, use_cache=False, **more).last_hidden_state
         finally:
             self._step = self._input = None
+
+    def carry(self, tensors: Sequence[Tensor] = ()) -> Carried | None:
+        """What `hidden` takes to go on from a recurrent state: its tensors, [B, ...] each, in the order of `states`,
+        which the forward may overwrite; none at the beginning of a stream. None for a model without such a state."""
+        return Carried(self._config, self.states, tensors) if self.states else None
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Hidden states [B, T, hidden] -> logits [B, T, vocab], through the model's own head, scaling and softcap."""
@@ -351,24 +433,38 @@ class Attachment:
 
     def _attend(self, module: Any, q: Tensor, k: Tensor, v: Tensor, scaling: float | None,
                 kwargs: dict) -> tuple[Tensor, None]:
-        assert self._step is not None, "only `hidden` and probes run the decoder"
         scale = scaling if scaling is not None else q.shape[-1] ** -0.5
-        call = LayerCall(module.layer_idx, self._input, q, k, v, scale, kwargs.get("softcap"), kwargs.get("s_aux"))
+        if (latent := latent_of(module)) is not None:
+            q = latent.absorb(q)
+        if self._asked is not None:
+            self._asked.append((module, LayerCall(len(self._asked), self._input, q, k, v, scale)))
+            out = q.new_zeros(len(q), q.shape[2], q.shape[1], v.shape[-1])
+            return out if latent is None else latent.expand(out.transpose(1, 2)), None
+        assert self._step is not None, "only `hidden` and probes run the decoder"
+        call = LayerCall(module.locret_layer, self._input, q, k, v, scale, kwargs.get("softcap"), kwargs.get("s_aux"),
+                         module.locret_keeps)
         attended = self._step(call)
         if isinstance(attended, Tensor):
-            return attended.transpose(1, 2).contiguous(), None
+            return attended.transpose(1, 2).contiguous() if latent is None else latent.expand(attended), None
         q, k, v, mask = attended
         new, total = q.shape[2], k.shape[2]
         causal = mask is None and new == total  # sdpa's own causal mask allows fast kernels
-        if mask is None and new > 1 and not (causal and self.attn == "sdpa"):
+        if mask is None and new > 1 and not (causal and (self.attn == "sdpa" or latent is not None)):
             mask = torch.ones(new, total, dtype=torch.bool, device=q.device).tril(total - new)
         if mask is not None and mask.dtype == torch.bool:
             mask = additive_mask(mask, q.dtype)
+        if latent is not None:
+            return latent.expand(_sdpa(q, k, v, mask, scale, causal).transpose(1, 2)), None
         if self.attn == "sdpa":
             return _sdpa(q, k, v, mask, scale, causal), None
         eager = sys.modules[type(module).__module__].eager_attention_forward
         kwargs.pop("dropout", None)
         return eager(module, q, k, v, mask, scaling=scale, dropout=0.0, **kwargs)[0], None
+
+
+def _has_states(config: Any) -> bool:
+    """Whether any layer of a decoder with that config has a recurrent state."""
+    return any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in DynamicCache(config=config).layers)
 
 
 def input_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:

@@ -6,10 +6,14 @@ decoder identity embeddings take the place of the real ones.
 
 from __future__ import annotations
 
+import functools
+import inspect
 import sys
 import threading
 import types
 import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,74 +25,120 @@ from locret_stream.kernels import reference, rotate_halves, uses_triton
 
 @dataclass(slots=True, frozen=True)
 class Place:
-    """Where a layer works: its device, and the dtypes of its attention's input and of its keys."""
+    """Where a layer works: its device, and the dtype of its keys."""
 
     device: torch.device
-    hidden: torch.dtype
     keys: torch.dtype
 
 
+@dataclass(slots=True, frozen=True)
+class Source:
+    """Where a layer's embeddings come from: a rotary module, and the kind of layer that it is asked for, if it has
+    several. in_pairs: whether they are complex numbers, which turn pairs of neighbours (DeepSeek-V2, Llama 4)."""
+
+    module: Any
+    kind: tuple[str, ...]
+    in_pairs: bool = False
+
+
 class Rotary:
-    """The rotary embeddings of a decoder, in which identity ones take their place.
+    """The rotary embeddings of a decoder, in which identity ones take their place; of one that has none, nothing.
 
     Attributes:
         uses: by layer, whether it has RoPE. plain: by layer, whether that is the usual rotation of halves.
     """
 
-    def __init__(self, decoder: Any, layer_types: list[str] | None):
-        self._real, self._layer_types = decoder.rotary_emb, layer_types
-        self._attentions = [layer.self_attn for layer in decoder.layers]
-        self._sliced = [False] * len(self._attentions)
+    def __init__(self, decoder: Any):
+        self._identities: list[_Identity] = []
+        for parent in list(decoder.modules()):
+            for name, module in list(parent.named_children()):
+                if "RotaryEmbedding" in type(module).__name__:
+                    self._identities.append(_Identity(module))
+                    parent._modules[name] = self._identities[-1]
+        self._attentions: list[Any] = []
+        self._sources: list[Source | None] = []
+        self._sliced: list[bool] = []
         self._computing = threading.Lock()  # longrope writes its frequencies, then reads them: one call at a time
         self._places: list[Place] = []
-        self.uses = self.plain = [False] * len(self._attentions)
-        decoder.rotary_emb = _Identity(self._real)
+        self.uses: list[bool] = []
+        self.plain: list[bool] = []
 
-    def set_layers(self, uses: list[bool], places: list[Place], head_dim: int) -> None:
-        """Set which layers use RoPE and where they work, as probes have shown."""
-        self.uses, self._places = uses, places
-        self._sliced = [use and self._takes_a_part(layer, head_dim) for layer, use in enumerate(uses)]
-        self.plain = [use and self._is_plain(layer, head_dim) for layer, use in enumerate(uses)]
-        for module, use in zip(self._attentions, uses, strict=True):
+    @contextmanager
+    def as_the_model_has_it(self) -> Iterator[Callable[[object], Source | None]]:
+        """Inside, for probes, the decoder has its real embeddings; gives a function that says where those among the
+        arguments of a module come from."""
+        given: list[tuple[Tensor, Source]] = []
+        for identity in self._identities:
+            identity.given = given
+        try:
+            yield lambda arguments: next((source for same in (_is, _equals) for tensor in _tensors(arguments)
+                                          for cos, source in given if same(tensor, cos)), None)
+        finally:
+            for identity in self._identities:
+                identity.given = None
+
+    def set_layers(self, attentions: list[Any], sources: list[Source | None], places: list[Place],
+                   dims: Sequence[int], leads: Sequence[int]) -> None:
+        """Set, by layer, the attention module, and what probes have shown: where its embeddings come from (None: it has
+        no RoPE), where it works, the numbers of its keys, and how many of these stand before those that RoPE turns."""
+        self._attentions, self._sources, self._places, self._leads = attentions, sources, places, leads
+        self.uses, self._sliced = [source is not None for source in sources], [False] * len(sources)
+        self._sliced = [use and self._takes_a_part(layer, dims[layer]) for layer, use in enumerate(self.uses)]
+        self.plain = [use and self._is_plain(layer, dims[layer]) for layer, use in enumerate(self.uses)]
+        for module, use in zip(attentions, self.uses, strict=True):
             if use:
                 _spare_rotation(module)
 
-    def cos_sin(self, layer: int, positions: Tensor, place: Place) -> tuple[Tensor, Tensor]:
-        """cos and sin of the layer at positions [1, T]: [1, T, width] each."""
-        like = torch.empty(1, dtype=place.keys, device=place.device)
-        per_type = isinstance(getattr(self._real, "rope_type", None), dict)
-        kind = [self._layer_types[layer]] if self._layer_types and per_type else []
+    def cos_sin(self, layer: int, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin of a layer with RoPE at positions [1, T]: [1, T, width] each; half as wide for pairs."""
+        place, source = self._places[layer], self._sources[layer]
+        assert source is not None, "the layer has RoPE"
         with self._computing:
-            cos, sin = self._real(like, positions, *kind)
+            made = source.module(torch.empty(1, dtype=place.keys, device=place.device), positions, *source.kind)
+        cos, sin = (made.real, made.imag) if source.in_pairs else made
         return cos.to(place.device), sin.to(place.device)  # the module is on one device, the layers may be on several
 
     @torch.no_grad()
     def tables(self, capacity: int) -> RopeTables:
         """Tables for ranks 0..capacity-1."""
-        made: dict[tuple[str, torch.device], tuple[Tensor, Tensor]] = {}
+        made: dict[tuple[Source | None, torch.device], tuple[Tensor, Tensor]] = {}
         layers: list[tuple[Tensor, Tensor] | None] = []
-        for layer, (rope, place) in enumerate(zip(self.uses, self._places, strict=True)):
-            kind = self._layer_types[layer] if self._layer_types else "", place.device
-            if rope and kind not in made:
-                made[kind] = self.cos_sin(layer, torch.arange(capacity, device=place.device)[None], place)
-            layers.append(made[kind] if rope else None)
+        for layer, (source, place) in enumerate(zip(self._sources, self._places, strict=True)):
+            key = source, place.device
+            if source is not None and key not in made:
+                made[key] = self.cos_sin(layer, torch.arange(capacity, device=place.device)[None])
+            layers.append(None if source is None else made[key])
         return RopeTables(self, capacity, layers)
 
     def apply(self, layer: int, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """x [B, heads, T, D] -> rotated by the model's own function, in halves, in pairs, or in part."""
-        module = self._attentions[layer]
-        rotate = sys.modules[type(module).__module__].apply_rotary_pos_emb
+        source = self._sources[layer]
+        assert source is not None, "the layer has RoPE"
+        if (lead := self._leads[layer]) or source.in_pairs:
+            rotate = _rotate_pairs if source.in_pairs else reference.rotate_halves
+            turned = rotate(x[..., lead:], cos[:, None], sin[:, None])
+            return torch.cat([x[..., :lead], turned], dim=-1) if lead else turned
         if not self._sliced[layer]:
-            return rotate(x, x[:, :0], cos, sin)[0]
+            return self._turn(layer, x, cos, sin)
         width = cos.shape[-1]
-        turned = rotate(x[..., :width], x[:, :0, :, :width], cos, sin)[0]
-        return torch.cat([turned, x[..., width:]], dim=-1)
+        return torch.cat([self._turn(layer, x[..., :width], cos, sin), x[..., width:]], dim=-1)
+
+    def _turn(self, layer: int, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """By the model's own function, of q and k or of one of them (Gemma 4)."""
+        rotate = sys.modules[type(self._attentions[layer]).__module__].apply_rotary_pos_emb
+        return rotate(x, cos, sin) if _of_one(rotate) else rotate(x, x[:, :0], cos, sin)[0]
+
+    def _in_pairs(self, layer: int) -> bool:
+        source = self._sources[layer]
+        return source is not None and source.in_pairs
 
     @torch.no_grad()
     def _takes_a_part(self, layer: int, head_dim: int) -> bool:
         """Whether the model divides x for a partial rotation outside of its function (StableLM)."""
+        if self._leads[layer] or self._in_pairs(layer):
+            return False
         place = self._places[layer]
-        cos, sin = self.cos_sin(layer, torch.zeros(1, 1, dtype=torch.int64, device=place.device), place)
+        cos, sin = self.cos_sin(layer, torch.zeros(1, 1, dtype=torch.int64, device=place.device))
         try:
             self.apply(layer, torch.zeros(1, 1, 1, head_dim, dtype=place.keys, device=place.device), cos, sin)
         except torch.OutOfMemoryError:
@@ -100,9 +150,11 @@ class Rotary:
     @torch.no_grad()
     def _is_plain(self, layer: int, head_dim: int) -> bool:
         """Whether the model's own rotation is the usual one of halves, as `rotate_halves` does it."""
+        if self._leads[layer] or self._in_pairs(layer):
+            return False
         place = self._places[layer]
         x = torch.linspace(-1, 1, 2 * head_dim, dtype=place.keys, device=place.device).view(1, 1, 2, head_dim)
-        cos, sin = self.cos_sin(layer, torch.tensor([[1, 5]], device=place.device), place)
+        cos, sin = self.cos_sin(layer, torch.tensor([[1, 5]], device=place.device))
         if cos.shape[-1] != x.shape[-1]:
             return False
         close = 1e-5 if x.dtype in (torch.float32, torch.float64) else 1e-2
@@ -184,25 +236,76 @@ class RopeTables:
 
 
 class _Identity(nn.Module):
-    """Takes the place of a model's rotary module: cos = 1, sin = 0, of the shape and dtype of the real ones."""
+    """Takes the place of a model's rotary module: cos = 1, sin = 0, of the dtype of the real ones; or 1 + 0i."""
 
     def __init__(self, real: nn.Module):
         super().__init__()
         self.real = [real]  # a list makes it no submodule, so that `.to()` on the shadow never touches shared buffers
-        self._like: dict[str | None, tuple[Tensor, Tensor, int]] = {}
+        self.given: list[tuple[Tensor, Source]] | None = None  # where a probe runs: the real ones, and whose they are
+        self._like: dict[tuple[str, ...], tuple[list[Tensor], int]] = {}
 
-    def forward(self, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> tuple[Tensor, Tensor]:
-        if layer_type not in self._like:  # the real module runs once: it may wait for the device
-            cos, _ = self.real[0](x, position_ids[:, :1], *([layer_type] if layer_type else []))
-            self._like[layer_type] = cos.new_ones(()), cos.new_zeros(()), cos.shape[-1]
-        one, zero, width = self._like[layer_type]
-        shape = (x.shape[0], position_ids.shape[-1], width)
-        return one.expand(shape), zero.expand(shape)
+    def __getattr__(self, name: str) -> Any:
+        """Decoders read more of their rotary module, as its kinds of layers."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.__dict__["real"][0], name)
+
+    def forward(self, x: Tensor, position_ids: Tensor, *kind: str, **named: str) -> Any:
+        kind = (*kind, *named.values())
+        if self.given is not None:
+            real = self.real[0](x, position_ids, *kind)
+            in_pairs = isinstance(real, Tensor)
+            self.given.append((real if in_pairs else real[0], Source(self.real[0], kind, in_pairs)))
+            return real
+        if kind not in self._like:  # the real module runs once: it may wait for the device
+            real = self.real[0](x, position_ids[..., :1], *kind)
+            like = real if isinstance(real, Tensor) else real[0]
+            ones = [like.new_ones(())] if real is like else [like.new_ones(()), like.new_zeros(())]
+            self._like[kind] = ones, like.shape[-1]
+        ones, width = self._like[kind]
+        made = tuple(each.expand(*position_ids.shape[-2:], width) for each in ones)
+        return made if len(made) > 1 else made[0]
+
+
+def _is(tensor: Tensor, cos: Tensor) -> bool:
+    return tensor is cos
+
+
+def _equals(tensor: Tensor, cos: Tensor) -> bool:
+    """Whether it is a copy, as on the device of another layer."""
+    return tensor.shape == cos.shape and tensor.dtype == cos.dtype and torch.equal(tensor.to(cos.device), cos)
+
+
+def _tensors(arguments: object) -> Iterator[Tensor]:
+    """The tensors among arguments, at any depth of tuples, lists and dicts."""
+    if isinstance(arguments, Tensor):
+        yield arguments
+    elif isinstance(arguments, dict | list | tuple):
+        for each in arguments.values() if isinstance(arguments, dict) else arguments:
+            yield from _tensors(each)
+
+
+def _rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """RoPE of neighbours: x [..., D], cos and sin [..., D / 2] that broadcast to half of it."""
+    even, odd = x[..., 0::2], x[..., 1::2]
+    return torch.stack([even * cos - odd * sin, even * sin + odd * cos], dim=-1).flatten(-2).to(x.dtype)
+
+
+@functools.cache
+def _of_one(rotate: Callable[..., Any]) -> bool:
+    """Whether a model's `apply_rotary_pos_emb` takes one tensor, and not q and k."""
+    return list(inspect.signature(rotate).parameters)[1:2] == ["cos"]
 
 
 def _unturned(q: Tensor, k: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
     """Takes the place of a model's `apply_rotary_pos_emb`."""
     return q, k
+
+
+def _unturned_one(x: Tensor, *args: object, **kwargs: object) -> Tensor:
+    """Takes the place of one that takes one tensor."""
+    return x
 
 
 def _spare_rotation(module: nn.Module) -> None:
@@ -215,7 +318,8 @@ def _spare_rotation(module: nn.Module) -> None:
     if ("forward" in vars(module) or not isinstance(forward, types.FunctionType)
             or "apply_rotary_pos_emb" not in forward.__code__.co_names):
         return
-    unrotated = types.FunctionType(forward.__code__, {**forward.__globals__, "apply_rotary_pos_emb": _unturned},
+    spared = _unturned_one if _of_one(forward.__globals__["apply_rotary_pos_emb"]) else _unturned
+    unrotated = types.FunctionType(forward.__code__, {**forward.__globals__, "apply_rotary_pos_emb": spared},
                                    forward.__name__, forward.__defaults__, forward.__closure__)
     unrotated.__kwdefaults__ = forward.__kwdefaults__
     this = weakref.ref(module)  # a bound method would keep the module, and its weights, until a search for garbage

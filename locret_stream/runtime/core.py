@@ -285,9 +285,10 @@ class Runtime:
         shares = heads.config.budget_shares if heads is not None and policy.bounded else None
         usual_budget, usual_chunk = usual_memory(attachment.shape.window)
         chunk_size = usual_chunk if self._chunk_size is None else self._chunk_size
-        per_unit = tuple(unit_bytes(attachment.shape, policy.planes, key_copies=copies, store_bits=self._store_bits,
-                                    own_means=means is None)
-                         for copies in attachment.key_copies)
+        shape = attachment.shape
+        per_unit = tuple(unit_bytes(unit, shape.item_bytes, policy.planes, key_copies=copies,
+                                    store_bits=self._store_bits, own_means=means is None)
+                         for unit, copies in zip(shape.units, attachment.key_copies, strict=True))
         budget = budget_from(usual_budget if self._budget is None else self._budget, attachment.shape, chunk_size,
                              sinks=self._sinks, stabilizers=self._stabilizers, shares=shares, per_unit=per_unit)
         config = StreamConfig(budget=budget, chunk_size=chunk_size, policy=policy.name, knobs=self._knobs,
@@ -297,8 +298,7 @@ class Runtime:
             return Engine(attachment, config, policy, slots, shares=shares, key_means=means,
                           decode_copy=self._decode_copy)
         except (RuntimeError, MemoryError) as error:  # torch reports missing memory in several ways
-            size = slots * attachment.shape.kv_heads * sum(unit.of(budget.units, chunk_size, budget.sinks)
-                                                           for unit in per_unit)
+            size = slots * sum(unit.of(budget.units, chunk_size, budget.sinks) for unit in per_unit)
             raise ConfigError(f"{attachment.device} has no room for {slots} slots (max_live {self.max_live} + scratch "
                               f"{self.scratch}) of about {size / slots / 2**20:,.0f} MiB; expected fewer slots or a "
                               "smaller budget") from error

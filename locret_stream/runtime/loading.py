@@ -66,7 +66,8 @@ def check_dtype(dtype: str | torch.dtype) -> str | torch.dtype:
 
 def load_model(path: str | Path, dtype: str | torch.dtype, device: str | Mapping[str, Any],
                quantization: Any = None) -> Any:
-    """The causal language model in a folder or a GGUF file, ready to answer.
+    """The language model in a folder or a GGUF file, ready to answer; of a multimodal model what text needs, as images
+    are not read.
 
     Args:
         dtype: "auto" is the checkpoint's own; on a CPU see `cpu_dtype`, unless it is quantised.
@@ -76,7 +77,6 @@ def load_model(path: str | Path, dtype: str | torch.dtype, device: str | Mapping
     Raises:
         UnsupportedModel: it cannot be loaded.
     """
-    from transformers import AutoModelForCausalLM
     with (one_at_a_time(), _readable(path, "configuration and weights"),
           _no_bar() if _loads_at_once(path) else contextlib.nullcontext()):
         source, options = _source(path)
@@ -92,13 +92,40 @@ def load_model(path: str | Path, dtype: str | torch.dtype, device: str | Mapping
         if spread or (packed and importlib.util.find_spec("accelerate")):  # packed weights cannot always be moved
             options["device_map"] = device if spread else {"": device}
         with quick_arithmetic():
-            loaded: Any = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, output_loading_info=True, **options)
+            loaded: Any = _class_of(path, options).from_pretrained(source, dtype=dtype, output_loading_info=True,
+                                                                   **options)
         model, info = loaded  # a pair, because of output_loading_info; its annotation says a model
         missing = sorted(info["missing_keys"])
         if missing and not packed and "gguf_file" not in options:  # transformers draws them at random, and goes on
             raise ValueError(f"its weights lack {len(missing)} tensors, the first {missing[0]!r}; expected a whole "
                              "checkpoint: download or copy the folder again")
+        if "device_map" not in options:
+            drop_towers(model)
         return (model if "device_map" in options else model.to(device)).eval()
+
+
+def _class_of(path: str | Path, options: Mapping[str, Any]) -> Any:
+    """The class of transformers that loads the model of a checkpoint: of a multimodal one its text alone, where there
+    is such a class."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+    if "gguf_file" in options:
+        return AutoModelForCausalLM
+    config = type(AutoConfig.from_pretrained(_base(path)))
+    of_text, of_images = (auto._model_mapping.keys() for auto in (AutoModelForCausalLM, AutoModelForImageTextToText))
+    return AutoModelForImageTextToText if config in of_images and config not in of_text else AutoModelForCausalLM
+
+
+def drop_towers(model: Any) -> None:
+    """Take out of a multimodal model what reads images and sounds: it takes memory, and text does not need it. Its
+    weights lie in mapped files, so that they were not read yet."""
+    from torch import nn
+    base = getattr(model, model.base_model_prefix, None)
+    decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
+    if not isinstance(base, nn.Module) or not isinstance(decoder, nn.Module) or base is decoder:
+        return
+    for name, child in list(base.named_children()):
+        if not any(module is decoder for module in child.modules()) and any(True for _ in child.parameters()):
+            setattr(base, name, None)
 
 
 def load_tokenizer(path: str | Path) -> Any:

@@ -26,6 +26,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from locret_stream.errors import SnapshotCorrupt
 from locret_stream.snapshot.format import Buffer, Page, PageRef, expect, pack, tensors, total
@@ -41,25 +42,27 @@ class Geometry:
     """The shape and dtype that all pages of a session share.
 
     Args:
-        head_dim: items of a unit's K, D, and of its V; where units are stored as rows of codes, uint8, bytes of K.
-        value_dim: items of V where they are of another number.
+        layers: of every layer its KV heads, and the items of a unit's K and of its V; where units are stored as rows of
+            codes, uint8, their bytes.
     """
 
-    layers: int
-    kv_heads: int
-    head_dim: int
+    layers: tuple[tuple[int, int, int], ...]
     dtype: torch.dtype
-    value_dim: int | None = None
+
+    @classmethod
+    def even(cls, layers: int, kv_heads: int, dim: int, dtype: torch.dtype, value_dim: int | None = None) -> Geometry:
+        """Of layers that are alike; `value_dim` None: V has as many items as K."""
+        return cls(((kv_heads, dim, dim if value_dim is None else value_dim),) * layers, dtype)
 
     @property
-    def dims(self) -> dict[str, int]:
-        """Items of a unit's K and of its V."""
-        return {"keys": self.head_dim, "values": self.head_dim if self.value_dim is None else self.value_dim}
+    def most_heads(self) -> int:
+        """KV heads of the layer that has most."""
+        return max(heads for heads, _, _ in self.layers)
 
     @property
     def unit_bytes(self) -> int:
-        """Bytes of K and V of one unit."""
-        return sum(self.dims.values()) * self.dtype.itemsize
+        """Bytes of K and V of one unit, where they are most."""
+        return max(key + value for _, key, value in self.layers) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -87,7 +90,8 @@ class LayerUnits:
 
 @dataclass(frozen=True)
 class PageIndex:
-    """Which units a page has: counts [L, H] and, for every layer, their positions [N_l] int64."""
+    """Which units a page has: counts [L, H] and, for every layer, their positions [N_l] int64. A layer with fewer heads
+    than another counts 0 in those that it lacks."""
 
     ref: PageRef
     counts: np.ndarray
@@ -143,7 +147,7 @@ def plan(pages: Sequence[PageIndex], positions: Sequence[Tensor], seen: int, geo
 def _masks(page: PageIndex, live: Sequence[np.ndarray]) -> Iterator[np.ndarray]:
     """For every layer which units of the page are live, bool [N_l]; `live` has their positions [H, n]."""
     for layer, kept in enumerate(live):
-        ends = np.cumsum(page.counts[layer])
+        ends = np.cumsum(page.counts[layer][:len(kept)])
         heads = np.split(page.positions[layer], ends[:-1])
         yield np.concatenate([_among(positions, kept[head]) for head, positions in enumerate(heads)])
 
@@ -180,7 +184,7 @@ def write_page(start: int, end: int, layers: Sequence[LayerUnits]) -> tuple[list
     """
     index: dict[str, Tensor] = {}
     content: dict[str, Tensor] = {}
-    counts = torch.stack([units.counts for units in layers]).to(torch.int32)
+    counts = pad_sequence([units.counts for units in layers], batch_first=True).to(torch.int32)
     for layer, units in enumerate(layers):
         index[f"{layer}.positions"] = (units.positions - start).to(torch.int32)
         content[f"{layer}.keys"], content[f"{layer}.values"] = units.keys, units.values
@@ -199,16 +203,18 @@ def read_page(ref: PageRef, body: Page, sections: Mapping[str, memoryview], geom
         raise SnapshotCorrupt(f"{what}: positions {body.start} to {body.end}, sections {sorted(sections)}; expected "
                               f"{ref.start} to {ref.end}, index and units")
     index = tensors(sections["index"], what)
-    layers, heads = range(geometry.layers), geometry.kv_heads
+    layers, form = range(len(geometry.layers)), (len(geometry.layers), geometry.most_heads)
     counts = index.get("counts")
-    if counts is None or counts.dtype != torch.int32 or counts.shape != (geometry.layers, heads) or (counts < 0).any():
-        raise SnapshotCorrupt(f"{what}: no counts of {geometry.layers} layers and {heads} KV heads")
+    if counts is None or counts.dtype != torch.int32 or counts.shape != form or (counts < 0).any() or any(
+            counts[layer, heads:].any() for layer, (heads, _, _) in enumerate(geometry.layers)):
+        raise SnapshotCorrupt(f"{what}: no counts of {form[0]} layers and {form[1]} KV heads")
     sizes = counts.long().sum(-1).tolist()
-    expect(index, {"counts": (torch.int32, (geometry.layers, heads)),
+    expect(index, {"counts": (torch.int32, form),
                    **{f"{layer}.positions": (torch.int32, (sizes[layer],)) for layer in layers}}, what)
     units = tensors(sections["units"], what)
     expect(units, {f"{layer}.{part}": (geometry.dtype, (sizes[layer], dim))
-                   for layer in layers for part, dim in geometry.dims.items()}, what)
+                   for layer, (_, *dims) in enumerate(geometry.layers)
+                   for part, dim in zip(("keys", "values"), dims, strict=True)}, what)
     if sum(sizes) != ref.units:
         raise SnapshotCorrupt(f"{what}: {sum(sizes)} units; expected {ref.units}")
     positions = tuple(index[f"{layer}.positions"].numpy().astype(np.int64) + ref.start for layer in layers)
@@ -260,17 +266,16 @@ class Assembly:
 
     def __init__(self, counts: Sequence[int], geometry: Geometry, what: str):
         self.geometry, self.what, self.counts = geometry, what, tuple(counts)
-        heads = geometry.kv_heads
-        if len(self.counts) != geometry.layers:
-            raise SnapshotCorrupt(f"{what}: units of {len(self.counts)} layers; expected {geometry.layers}")
+        if len(self.counts) != len(geometry.layers):
+            raise SnapshotCorrupt(f"{what}: units of {len(self.counts)} layers; expected {len(geometry.layers)}")
         self.end = 0
-        self.filled = np.zeros((geometry.layers, heads), dtype=np.int64)
+        self.filled = [np.zeros(heads, dtype=np.int64) for heads, _, _ in geometry.layers]
         # numpy allocates and copies, because its memory is not mapped in small pages, and because torch would share
         # every copy with a second thread and wait for it while that thread reads the next page.
         self._bytes: dict[str, np.ndarray] = {}
-        for layer, count in enumerate(self.counts):
+        for layer, (count, (heads, *dims)) in enumerate(zip(self.counts, geometry.layers, strict=True)):
             self._bytes[f"{layer}.positions"] = np.empty((heads, count), np.int64)
-            for part, dim in geometry.dims.items():
+            for part, dim in zip(("keys", "values"), dims, strict=True):
                 self._bytes[f"{layer}.{part}"] = np.empty((heads, count, dim * geometry.dtype.itemsize), np.uint8)
 
     def add(self, page: PageIndex, units: Mapping[str, Tensor], mask: np.ndarray | None) -> None:
@@ -279,17 +284,17 @@ class Assembly:
             raise SnapshotCorrupt(f"{self.what}: a page from position {page.ref.start} on; expected {self.end} or more")
         self.end, first = page.ref.end, 0
         mask = np.ones(page.ref.units, dtype=bool) if mask is None else mask
-        for layer in range(self.geometry.layers):
+        for layer, (heads, _, _) in enumerate(self.geometry.layers):
             sources = {f"{layer}.{part}": units[f"{layer}.{part}"].view(torch.uint8).numpy()
                        for part in ("keys", "values")}
             sources[f"{layer}.positions"] = page.positions[layer]
             bounds = np.concatenate([[0], np.cumsum(page.counts[layer])])
             live = mask[first:first + bounds[-1]]
             first += bounds[-1]
-            for head in range(self.geometry.kv_heads):
+            for head in range(heads):
                 part = slice(int(bounds[head]), int(bounds[head + 1]))
                 chosen = live[part]
-                at, count = int(self.filled[layer, head]), int(chosen.sum())
+                at, count = int(self.filled[layer][head]), int(chosen.sum())
                 if at + count > self.counts[layer]:
                     raise SnapshotCorrupt(f"{self.what}: layer {layer} has more than {self.counts[layer]} units")
                 for name, source in sources.items():
@@ -298,7 +303,7 @@ class Assembly:
                         target[...] = source[part]
                     else:
                         np.compress(chosen, source[part], axis=0, out=target)
-                self.filled[layer, head] += count
+                self.filled[layer][head] += count
 
     def finish(self) -> dict[str, Tensor]:
         """All units: `l.keys`, `l.values` [H, n, D] and `l.positions` [H, n] of every layer l."""

@@ -73,9 +73,9 @@ class Distillation:
     def _layer_terms(self, call: LayerCall, labels: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
         """What a layer's head learns beside the divergence: the terms of the first stage, or the capacity loss."""
         if self._heads.config.output == "retention":
-            rates = F.logsigmoid(self._heads.score(call.layer, call.q, call.k, call.v, call.hidden))
+            rates = F.logsigmoid(self._heads.score(call.layer, call.q, call.k, call.own_v, call.hidden))
             return over_capacity(rates, self._budgets[call.layer], self._block_bytes), rates.new_zeros(())
-        scores = self._heads.score(call.layer, call.q, call.k, call.v, call.hidden)
+        scores = self._heads.score(call.layer, call.q, call.k, call.own_v, call.hidden)
         if self._first_stage.label == "attention":
             scores = self._heads.averaged(scores)
         scores = scores[..., :labels.shape[-1]]

@@ -63,13 +63,15 @@ def measure_key_means(attachment: Attachment, examples: Sequence[Example]) -> Te
     if not ids:
         raise ConfigError("key means: found no example; expected one at least")
     shape, tables = attachment.shape, attachment.tables(max(map(len, ids)))
-    sums = torch.zeros(shape.layers, shape.kv_heads, shape.head_dim, dtype=torch.float64)
+    unit = shape.one_unit("means of keys")
+    sums = torch.zeros(shape.layers, unit.kv_heads, unit.key_dim, dtype=torch.float64)
 
     for sequence in ids:
         masks = window_masks(len(sequence), attachment.device)
 
         def step(call: LayerCall, masks: Masks = masks) -> Attended:
-            sums[call.layer] += call.k[0].double().sum(1).cpu()
+            if call.keeps:
+                sums[call.layer] += call.k[0].double().sum(1).cpu()
             return (tables.rotate(call.layer, call.q, 0), tables.rotate(call.layer, call.k, 0), call.v,
                     masks(shape.sliding[call.layer]))
 

@@ -121,7 +121,9 @@ def visit_layers(attachment: Attachment, tables: RopeTables, examples: Sequence[
         q = tables.rotate(call.layer, call.q, 0)
         k = tables.rotate(call.layer, call.k, 0)
         window = shape.sliding[call.layer]
-        labels = torch.zeros(len(examples), shape.kv_heads, n, dtype=torch.float32, device=device)
+        if not call.keeps:
+            return q, k, call.v, masks(window)
+        labels = torch.zeros(len(examples), shape.units[call.layer].kv_heads, n, dtype=torch.float32, device=device)
         valid = torch.zeros(len(examples), n, dtype=torch.bool, device=device)
         for i, ((row, limit), example) in enumerate(zip(rows, examples, strict=True)):
             best, labelled = importance(q[i], k[i], row, limit, kind=kind, scale=call.scale, window=window, eps=eps,

@@ -176,7 +176,7 @@ class _Run:
         """Set the bias of the heads' last layer so that they start at the mean label of `batch`, per model layer and
         KV head."""
         shape = self.attachment.shape
-        sums = torch.zeros(shape.layers, shape.kv_heads, dtype=torch.float32, device=self.attachment.device)
+        sums = torch.zeros(shape.layers, shape.most_heads, dtype=torch.float32, device=self.attachment.device)
         counts = torch.zeros(shape.layers, dtype=torch.float32, device=self.attachment.device)
 
         def visit(call: LayerCall, labels: Tensor, valid: Tensor) -> None:
@@ -240,9 +240,10 @@ def _new_heads(attachment: Attachment, config: TrainConfig) -> RetainingHeads:
         raise ConfigError(f"train: layers {list(config.layers)} all have a sliding window, so that no head decides "
                           "there; expected a layer with full attention")
     assert config.label is not None, "TrainConfig chooses one where none is given"
+    unit = shape.one_unit("retaining heads")
     described = HeadsConfig(
-        layers=shape.layers, query_heads=shape.kv_heads * shape.groups, kv_heads=shape.kv_heads,
-        head_dim=shape.head_dim, width=config.width, act=config.act or attachment.activation,
+        layers=shape.layers, query_heads=unit.query_heads, kv_heads=unit.kv_heads,
+        head_dim=unit.key_dim, width=config.width, act=config.act or attachment.activation,
         input_norm=config.input_norm, bias=config.bias or config.output == "retention", label=config.label,
         alpha=config.alpha, fingerprint=attachment.fingerprint, budget_shares=config.budget_shares,
         trained_layers=config.layers, features=config.features, hidden=shape.hidden, output=config.output,
@@ -256,7 +257,7 @@ def _new_heads(attachment: Attachment, config: TrainConfig) -> RetainingHeads:
 
 def _scores(heads: RetainingHeads, call: LayerCall, config: TrainConfig) -> Tensor:
     """What is trained to be near the labels of all T tokens of all rows, [B, H, T] fp32."""
-    scores = heads.score(call.layer, call.q, call.k, call.v, call.hidden)
+    scores = heads.score(call.layer, call.q, call.k, call.own_v, call.hidden)
     if config.label == "attention":
         return heads.averaged(scores)
     return scores if config.output == "score" else F.logsigmoid(scores) * config.horizon

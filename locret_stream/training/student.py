@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from locret_stream.errors import UnsupportedModel
 from locret_stream.heads import RetainingHeads
 from locret_stream.models import Attachment, Attended, LayerCall
 from locret_stream.training.background import Rivals
@@ -30,6 +31,9 @@ class Student:
         sinks, stabilizers: of every budget. longest: tokens of the longest example.
         block_bytes: bound of one tensor of attention logits.
 
+    Raises:
+        UnsupportedModel: layers of the model share units.
+
     Attributes:
         absolute: tables for the ranks that tokens have where nothing is evicted.
         rivals: by layer, the units that are kept before an example begins; empty for none.
@@ -37,6 +41,9 @@ class Student:
 
     def __init__(self, attachment: Attachment, heads: RetainingHeads, budgets: Sequence[int], chunk_size: int,
                  sinks: int, stabilizers: int, longest: int, block_bytes: int = 32 * 2**20):
+        if attachment.shares:
+            raise UnsupportedModel("heads are not tuned on a model whose layers share units; expected `train-heads` "
+                                   "without --tune")
         self.attachment, self.heads, self.budgets, self.chunk_size = attachment, heads, tuple(budgets), chunk_size
         self.protected, self.block_bytes = (sinks, stabilizers), block_bytes
         self.tables = attachment.tables(max(budgets) + chunk_size)
@@ -81,7 +88,7 @@ class Student:
         if not self.heads.config.has_head(call.layer):
             count = call.k.shape[2]
             return torch.arange(count, dtype=torch.float32, device=call.k.device).expand(*call.k.shape[:2], count)
-        scores = self.heads.score(call.layer, call.q, call.k, call.v, call.hidden)
+        scores = self.heads.score(call.layer, call.q, call.k, call.own_v, call.hidden)
         return torch.cat([self.heads.averaged(chunk) for chunk in scores.split(self.chunk_size, -1)], -1)
 
     def _chunk(self, call: LayerCall, before: tuple[Tensor, Tensor, Tensor], scores: Tensor, stop: int,

@@ -14,7 +14,7 @@ ROPE = (True, False, True)
 
 
 def shape_of(item_bytes: int = 4) -> ModelShape:
-    return ModelShape(layers=3, kv_heads=H, groups=2, head_dim=D, vocab=10, window=100, item_bytes=item_bytes,
+    return ModelShape.even(layers=3, kv_heads=H, groups=2, head_dim=D, vocab=10, window=100, item_bytes=item_bytes,
                       sliding=(None, None, None))
 
 

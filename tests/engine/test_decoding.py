@@ -112,8 +112,8 @@ def test_a_step_together_is_one_forward(monkeypatch):
     for length, state in enumerate(states, start=9):
         feed(engine, state, ids_of(length))
     hidden = engine.attachment.hidden
-    monkeypatch.setattr(engine.attachment, "hidden", lambda ids, step: shapes.append(tuple(ids.shape)) or
-                        hidden(ids, step))
+    monkeypatch.setattr(engine.attachment, "hidden", lambda ids, *more: shapes.append(tuple(ids.shape)) or
+                        hidden(ids, *more))
     together(engine, states, [5, 6, 7, 8])
     assert shapes == [(1, 1), (1, 2), (1, 3), (1, 4)], "what of a prompt is pending is read first"
     shapes.clear()
@@ -247,8 +247,8 @@ def test_a_context_that_is_swapped_out_during_a_forward_stays_as_it_is(monkeypat
     together(engine, [state], [5])
     hidden = engine.attachment.hidden
 
-    def swap_out(ids: Tensor, step) -> Tensor:
-        found = hidden(ids, step)
+    def swap_out(*given: object) -> Tensor:
+        found = hidden(*given)
         engine.swap_out(state)
         return found
 
@@ -269,7 +269,7 @@ def test_a_fork_has_the_tail_of_the_original(monkeypatch):
     engine.swap_out(state)
     feed(engine, engine.open(0), ids_of(40, seed=3))
     shapes, run = [], engine.attachment.hidden
-    monkeypatch.setattr(engine.attachment, "hidden", lambda ids, step: shapes.append(ids.shape) or run(ids, step))
+    monkeypatch.setattr(engine.attachment, "hidden", lambda ids, *more: shapes.append(ids.shape) or run(ids, *more))
     feed(engine, fork, [5])
     found = engine.logits(fork)
     assert shapes == [(1, 1)], "the units of the tail were copied"

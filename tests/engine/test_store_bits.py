@@ -5,7 +5,6 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 from hypothesis import given, settings
@@ -87,7 +86,8 @@ def test_given_means_are_those_that_keys_are_coded_without(bits: int | tuple[int
         mean = engine.key_means[layer][:, None].to(DEVICE)
         assert torch.equal(state.store.rows(layer, 2 * CHUNK)[0][:, CHUNK:], quantise_units(keys, key_bits, mean))
         assert torch.equal(engine.pool.layers[layer].means, mean[None, None, :, 0].expand(4, 2, -1, -1))
-    assert own.pool.slot_bytes - engine.pool.slot_bytes == 8 * shape.layers * shape.kv_heads * shape.head_dim
+    unit = shape.units[0]
+    assert own.pool.slot_bytes - engine.pool.slot_bytes == 8 * shape.layers * unit.kv_heads * unit.key_dim
     assert engine.pool.bytes_resident == engine.pool.formula_bytes()
     exported = engine.export(state)
     assert not [name for name in exported if name.endswith("key_mean")]
@@ -106,7 +106,7 @@ def test_what_stays_read_is_what_would_be_read_anew(policy: str, on: str, bits: 
     engine = engine_of(bits, policy, on, decode_copy=True)
     attended, append = QuantisedStore.attended, QuantisedStore.append
     shape = engine.shape
-    again = Dense(torch.zeros(3, shape.kv_heads, max(engine.budgets) + CHUNK, shape.head_dim, device=DEVICE))
+    again = Dense.empty(shape.units[0], max(engine.budgets) + CHUNK, torch.float32, DEVICE)
     kept = [0]
 
     def anew(store: QuantisedStore, layer: int, count: int, rotate: Rotate) -> tuple[Tensor, Tensor, Tensor]:
@@ -249,7 +249,7 @@ def test_law_1_cap_during_decode_of_five_chunks(bits: int | tuple[int, int], cop
     assert state.peaks == [units + CHUNK for units in engine.budgets]
     assert [t.data_ptr() for t in pool.tensors] == addresses
     shape, dtype = engine.shape, engine.attachment.dtype
-    heads, dim, item = shape.kv_heads, shape.head_dim, dtype.itemsize
+    heads, dim, item = shape.units[0].kv_heads, shape.units[0].key_dim, dtype.itemsize
     rows = sum(stored_row(dim, one, dtype) for one in check_store_bits(bits))
     of_slot = sum(heads * (units * rows + (SINKS + CHUNK) * 2 * dim * item + (units + CHUNK) * 12 + 8 * dim)
                   for units in engine.budgets)
@@ -314,14 +314,14 @@ def test_law_5_no_drift(policy: str, bits: int | tuple[int, int], monkeypatch: p
         positions = state.store.positions(layer)
         stored = [part.clone() for part in state.store.rows(layer, count)]
         read = state.store.attended(layer, count, engine.layout.tables.rotate)
-        for head in range(engine.shape.kv_heads):
+        for head in range(engine.shape.units[0].kv_heads):
             kept = positions[head].tolist()
             assert kept[:SINKS] == list(range(SINKS)) and kept[-1] == len(ids) - 1
             for part in range(2):
                 assert torch.equal(stored[part][head], torch.stack([expected[layer][p][part][head] for p in kept]))
                 assert torch.equal(read[2 * part][0, head, :SINKS],
                                    torch.stack([expected[layer][p][2 + part][head] for p in kept[:SINKS]]))
-        dense = torch.empty(engine.shape.kv_heads, count, engine.shape.head_dim, device=DEVICE)
+        dense = torch.empty(engine.shape.units[0].kv_heads, count, engine.shape.units[0].key_dim, device=DEVICE)
         for part, of in ((0, key_bits), (1, value_bits)):
             said = (stored[part].view(torch.float32) if of == 16 else
                     dequantise_units(stored[part], of, dense, None if part else means[layer]))
@@ -442,12 +442,15 @@ def test_a_config_holds_two_numbers_whatever_it_was_given():
 
 
 def test_a_head_dim_whose_groups_fill_no_bytes_is_refused():
-    shape = ModelShape(layers=1, kv_heads=1, groups=1, head_dim=35, vocab=9, window=99, item_bytes=4, sliding=(None,))
-    check_codes(shape, (8, 16))
+    def shape_of(head_dim: int, item_bytes: int = 4) -> ModelShape:
+        return ModelShape.even(layers=1, kv_heads=1, groups=1, head_dim=head_dim, vocab=9, window=99,
+                               item_bytes=item_bytes)
+
+    check_codes(shape_of(35), (8, 16))
     with pytest.raises(ConfigError, match="head dim of 6 codes take 14 bytes and exact units 12"):
-        check_codes(msgspec.structs.replace(shape, head_dim=6, item_bytes=2), (8, 8))
+        check_codes(shape_of(6, 2), (8, 8))
     with pytest.raises(ConfigError, match="head dim of 35, 7 channels"):
-        check_codes(shape, (8, 4))
+        check_codes(shape_of(35), (8, 4))
 
 
 def test_a_policy_that_reads_no_keys_after_the_forward_keeps_none(monkeypatch: pytest.MonkeyPatch):
@@ -485,6 +488,6 @@ def test_a_policy_that_reads_keys_after_the_forward_reads_its_own_layers():
     for layer, (keys, sums) in seen.items():
         others = [other for number, (other, _) in seen.items() if number != layer]
         assert all(not torch.equal(keys[:, -CHUNK:], other[:, -CHUNK:]) for other in others)
-        rows = torch.full((engine.shape.kv_heads,), float(CHUNK * engine.shape.groups))
+        rows = torch.full((engine.shape.units[0].kv_heads,), float(CHUNK * engine.shape.units[0].groups))
         assert torch.allclose(sums.sum(1).cpu(), rows, rtol=1e-4), \
             "each row's attention sums to one: these keys are what it attended to"

@@ -47,7 +47,8 @@ def test_it_keeps_what_an_eviction_to_that_share_would(policy: str, on: str):
         assert (positions[:, :len(QUERY) + SINKS] == torch.arange(-len(QUERY), SINKS)).all()
         assert (positions[:, -STABILIZERS:] == old[:, -STABILIZERS:]).all()
         for of_copy, of_state in ((copy.store.keys, state.store.keys), (copy.store.values, state.store.values)):
-            units = of_state(layer, UNITS)[0].cpu().gather(1, kept[..., None].expand(-1, -1, engine.shape.head_dim))
+            all_units = of_state(layer, UNITS)[0].cpu()
+            units = all_units.gather(1, kept[..., None].expand(-1, -1, all_units.shape[-1]))
             assert torch.equal(of_copy(layer, 12)[0].cpu(), units)
 
 

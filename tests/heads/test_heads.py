@@ -6,7 +6,6 @@ import json
 import os
 import pickle
 
-import msgspec
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -17,8 +16,14 @@ from locret_stream.heads import HeadsConfig, RetainingHeads
 
 LAYERS, QUERY, KV, DIM, WIDTH = 3, 4, 2, 8, 12
 FEATURES = (QUERY + 2 * KV) * DIM
-SHAPE = ModelShape(layers=LAYERS, kv_heads=KV, groups=QUERY // KV, head_dim=DIM, vocab=50, window=64, item_bytes=4,
-                   sliding=(None,) * LAYERS)
+
+
+def shape_of(**others: int) -> ModelShape:
+    return ModelShape.even(**dict(layers=LAYERS, kv_heads=KV, groups=QUERY // KV, head_dim=DIM, vocab=50, window=64,
+                                  item_bytes=4) | others)
+
+
+SHAPE = shape_of()
 
 
 def published(dtype=torch.bfloat16) -> dict[str, torch.Tensor]:
@@ -123,8 +128,8 @@ def test_any_other_layout_is_refused_by_name_and_shape(tmp_path, tensors, messag
     (dict(query_heads=5), r"fc1\.weight': found \(12, 64\), expected \(12, 63\)"),
     (dict(query_heads=QUERY, head_dim=4), r"found \(12, 64\), expected \(12, 32\)"),
     (dict(head_dim=64), "for -3 query"),
-    (dict(shape=msgspec.structs.replace(SHAPE, layers=4)), r"found 3 layers, expected 4: .*layers\.3\..* is missing"),
-    (dict(shape=msgspec.structs.replace(SHAPE, layers=2)), r"found 3 layers, expected 2: .*layers\.2\..* is too many"),
+    (dict(shape=shape_of(layers=4)), r"found 3 layers, expected 4: .*layers\.3\..* is missing"),
+    (dict(shape=shape_of(layers=2)), r"found 3 layers, expected 2: .*layers\.2\..* is too many"),
 ])
 def test_sizes_that_disagree_with_the_shapes_are_refused(weights, given, message):
     with pytest.raises(HeadsMismatch, match=message):
@@ -273,7 +278,7 @@ def test_heads_of_another_model_are_refused_by_name_and_shape(change, message, b
     heads = RetainingHeads(config(bias=bias))
     heads.check_fits(SHAPE, "anything")
     with pytest.raises(HeadsMismatch, match=message):
-        heads.check_fits(msgspec.structs.replace(SHAPE, **change), "anything")
+        heads.check_fits(shape_of(**change), "anything")
 
 
 def test_layers_without_a_head_score_zero_and_leave_nothing_in_the_file(tmp_path):
@@ -286,9 +291,9 @@ def test_layers_without_a_head_score_zero_and_leave_nothing_in_the_file(tmp_path
     assert torch.equal(RetainingHeads.load(tmp_path).score(1, q, k, v), heads.score(1, q, k, v))
     heads.check_fits(SHAPE)
     with pytest.raises(HeadsMismatch, match=r"'fc1\.3\.weight' is missing"):
-        heads.check_fits(msgspec.structs.replace(SHAPE, layers=4))
+        heads.check_fits(shape_of(layers=4))
     with pytest.raises(HeadsMismatch, match="they are for 3 layers, this model has 2"):
-        heads.check_fits(msgspec.structs.replace(SHAPE, layers=2))
+        heads.check_fits(shape_of(layers=2))
     with pytest.raises(ConfigError, match="names layer 3; expected 0 to 2"):
         RetainingHeads(config(trained_layers=(0, 3)))
     with pytest.raises(ConfigError, match="trained_layers is empty; expected a layer at least"):

@@ -9,13 +9,13 @@ import torch
 import transformers
 
 from locret_stream.engine import Engine
-from tests.architectures import CONFIGS
+from tests.architectures import PLAIN
 from tests.kit import assert_same, build, feed, ids_of, logits_at_each, model, stock_logits
 
 transformers.logging.set_verbosity_error()  # yarn's advice about our small config
 
 NO_SDPA = {"gemma2", "gpt-oss"}  # transformers itself refuses sdpa there
-BOTH = [(name, attn) for name in CONFIGS for attn in ("sdpa", "eager") if attn == "eager" or name not in NO_SDPA]
+BOTH = [(name, attn) for name in PLAIN for attn in ("sdpa", "eager") if attn == "eager" or name not in NO_SDPA]
 COUNT = 90
 
 

@@ -63,7 +63,7 @@ def test_streaming_llm_keeps_sinks_and_recent_exactly(base: int):
         seen = list(range(base, state.seen))
         for layer, units in enumerate(engine.budgets):
             expected = seen if len(seen) <= units else seen[:3] + seen[-(units - 3):]
-            assert state.store.positions(layer).tolist() == [expected] * engine.shape.kv_heads
+            assert state.store.positions(layer).tolist() == [expected] * engine.shape.units[0].kv_heads
 
 
 # -- random -----------------------------------------------------------------------------------------------------------
@@ -136,7 +136,7 @@ def test_keydiff_against_the_formula(commits: int, monkeypatch):
     feed(engine, state, ids_of(commits * 8))
     for layer, keys in keys_of.items():
         count = state.store.counts[layer]
-        for head in range(engine.shape.kv_heads):
+        for head in range(engine.shape.units[0].kv_heads):
             scores = torch.tensor(keydiff_by_hand(keys[head]))
             best = scores.argsort(descending=True)[:count].sort().values
             assert torch.equal(state.store.keys(layer, count)[0, head], keys[head][best])
@@ -162,7 +162,8 @@ def test_h2o_sums_the_attention_of_the_stock_model(name: str):
     for layer, weights in enumerate(attentions):
         if engine.shape.sliding[layer]:
             continue
-        received = weights[0].view(engine.shape.kv_heads, engine.shape.groups, 48, -1)[..., :48].sum((1, 2))
+        unit = engine.shape.units[layer]
+        received = weights[0].view(unit.kv_heads, unit.groups, 48, -1)[..., :48].sum((1, 2))
         assert torch.allclose(state.store.scores(layer)[0], received, rtol=1e-5, atol=1e-5)
         checked += 1
     assert checked >= 1

@@ -35,7 +35,7 @@ from locret_stream.snapshot.identity import Identity
 from locret_stream.snapshot.log import Part, read_part, write_part
 from locret_stream.snapshot.pages import Assembly, Geometry, LayerUnits, pack_masks, read_page, unpack_masks, write_page
 
-GEOMETRY = Geometry(layers=2, kv_heads=2, head_dim=2, dtype=torch.float32)
+GEOMETRY = Geometry.even(2, 2, 2, torch.float32)
 IDENTITY = Identity(**dict.fromkeys(Identity.__struct_fields__, "x"))
 NUMBERS = {Manifest: 1, Page: 2, LogPart: 3}
 MASK = np.array([True, False, True, True, True, False, True, True, True, True, False, True])  # of the sound page
@@ -52,7 +52,7 @@ def bits(tensor: Tensor) -> tuple[torch.dtype, tuple[int, ...], bytes]:
 
 def layer_units(start: int, counts: Sequence[int], seed: int, geometry: Geometry = GEOMETRY) -> LayerUnits:
     """Units of one layer at positions start, start + 2, ... in each head; no two K or V are equal."""
-    keys = (1000 * seed + torch.arange(sum(counts) * geometry.head_dim)).reshape(-1, geometry.head_dim)
+    keys = (1000 * seed + torch.arange(sum(counts) * geometry.layers[0][1])).reshape(-1, geometry.layers[0][1])
     positions = torch.cat([start + 2 * torch.arange(count) for count in counts])
     return LayerUnits(torch.tensor(counts), positions, keys.to(geometry.dtype), -keys.to(geometry.dtype))
 

@@ -39,7 +39,7 @@ from locret_stream.snapshot.log import Spool, read_log
 from locret_stream.snapshot.pages import PAGE_BYTES
 from locret_stream.snapshot.remote import RemoteFiles
 
-GEOMETRY = Geometry(layers=2, kv_heads=2, head_dim=4, dtype=torch.float32)
+GEOMETRY = Geometry.even(2, 2, 4, torch.float32)
 IDENTITY = Identity(**dict.fromkeys(Identity.__struct_fields__, "toy"))
 BUDGETS = (11, 7)
 CHUNK = 4

@@ -44,7 +44,7 @@ REF = PageRef(BLANK, 10, 30, 0, 12, 12)  # of the sound page
        st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.float64]))
 @settings(max_examples=40)
 def test_a_page_is_read_back_as_it_was_written(counts: list[list[int]], start: int, dtype: torch.dtype):
-    geometry = Geometry(2, 2, 3, dtype)
+    geometry = Geometry.even(2, 2, 3, dtype)
     layers = [layer_units(start, count, seed, geometry) for seed, count in enumerate(counts)]
     parts, written = write_page(start, start + 20, layers)
     body, sections, _ = unpack(bytearray(b"".join(parts)), Page, "it")
@@ -113,9 +113,9 @@ def test_a_page_of_other_sections_is_refused(sections: dict):
 
 
 @pytest.mark.parametrize("geometry", [
-    Geometry(1, 2, 2, torch.float32), Geometry(3, 2, 2, torch.float32), Geometry(2, 1, 2, torch.float32),
-    Geometry(2, 4, 2, torch.float32), Geometry(4, 1, 2, torch.float32), Geometry(2, 2, 1, torch.float32),
-    Geometry(2, 2, 4, torch.float32), Geometry(2, 2, 2, torch.float16), Geometry(2, 2, 1, torch.float64),
+    Geometry.even(1, 2, 2, torch.float32), Geometry.even(3, 2, 2, torch.float32), Geometry.even(2, 1, 2, torch.float32),
+    Geometry.even(2, 4, 2, torch.float32), Geometry.even(4, 1, 2, torch.float32), Geometry.even(2, 2, 1, torch.float32),
+    Geometry.even(2, 2, 4, torch.float32), Geometry.even(2, 2, 2, torch.float16), Geometry.even(2, 2, 1, torch.float64),
 ])
 def test_a_page_of_another_geometry_is_refused(geometry: Geometry):
     assert "counts" in (message := refuse_page(geometry=geometry)) or "tensor '0.keys'" in message

@@ -33,7 +33,7 @@ from locret_stream.snapshot.pages import (
 )
 from tests.snapshot.forge import BLANK, bits
 
-SMALL = Geometry(layers=2, kv_heads=2, head_dim=2, dtype=torch.bfloat16)
+SMALL = Geometry.even(2, 2, 2, torch.bfloat16)
 
 
 class Life:
@@ -46,7 +46,7 @@ class Life:
         self.geometry, self.page_bytes, self.contents = geometry, page_bytes, contents
         self.rng = np.random.default_rng(seed)
         self.seen = 0
-        self.alive = [[np.zeros(0, np.int64) for _ in range(geometry.kv_heads)] for _ in range(geometry.layers)]
+        self.alive = [[np.zeros(0, np.int64) for _ in range(geometry.most_heads)] for _ in range(len(geometry.layers))]
         self.content: dict[tuple[int, int, int], tuple[bytes, bytes]] = {}
         self.files: dict[str, bytes] = {}
         self.pages: list[PageIndex] = []
@@ -57,9 +57,9 @@ class Life:
         new = np.arange(self.seen, self.seen + count)
         self.seen += count
         for layer, budget in enumerate(budgets):
-            for head in range(self.geometry.kv_heads):
+            for head in range(self.geometry.most_heads):
                 if self.contents:
-                    size = self.geometry.head_dim * self.geometry.dtype.itemsize
+                    size = self.geometry.layers[0][1] * self.geometry.dtype.itemsize
                     for position in new.tolist():
                         self.content[layer, head, position] = self.rng.bytes(size), self.rng.bytes(size)
                 own = np.concatenate([self.alive[layer][head], new])
@@ -67,7 +67,7 @@ class Life:
                          "mixed": own + self.rng.pareto(1, len(own)) * budget,
                          "stretches": own // 37 * 7919 % 1009}[taste]
                 self.alive[layer][head] = np.sort(own[np.argsort(-score, kind="stable")[:budget]])
-        self.born += count * self.geometry.layers * self.geometry.kv_heads
+        self.born += count * len(self.geometry.layers) * self.geometry.most_heads
 
     @property
     def positions(self) -> list[Tensor]:
@@ -84,7 +84,7 @@ class Life:
                           *(self._tensor([pair[part] for pair in pairs]) for part in (0, 1)))
 
     def _tensor(self, rows: list[bytes]) -> Tensor:
-        data, dim = bytearray(b"".join(rows)), self.geometry.head_dim
+        data, dim = bytearray(b"".join(rows)), self.geometry.layers[0][1]
         return torch.frombuffer(data, dtype=self.geometry.dtype).reshape(-1, dim) if data else torch.empty(
             0, dim, dtype=self.geometry.dtype)
 
@@ -96,7 +96,7 @@ class Life:
             self.number += 1
             name = f"{self.number:032x}"
             if self.contents:
-                layers = [self.units(layer, start, end) for layer in range(self.geometry.layers)]
+                layers = [self.units(layer, start, end) for layer in range(len(self.geometry.layers))]
                 parts, index = write_page(start, end, layers)
                 self.files[name] = b"".join(parts)
                 assert index.ref.size == len(self.files[name])
@@ -194,7 +194,7 @@ def test_an_empty_session_has_no_pages():
 
 @pytest.mark.parametrize("living, stays", [(8, True), (5, True), (4, True), (3, False), (1, False), (0, False)])
 def test_a_page_stays_while_half_of_it_lives_and_is_written_anew_below(living: int, stays: bool):
-    geometry = Geometry(1, 1, 2, torch.float32)
+    geometry = Geometry.even(1, 1, 2, torch.float32)
     page = PageIndex(PageRef(BLANK, 0, 8, 0, 8, 8), np.array([[8]], np.int32), (np.arange(8),))
     planned = plan([page], [torch.arange(8 - living, 8)[None]], 8, geometry)
     assert len(planned.stay) == stays
@@ -211,7 +211,7 @@ def pages_of(*units: int, at: int = 0) -> list[PageIndex]:
     return out
 
 
-ONE = Geometry(1, 1, 2, torch.float32)  # 16 bytes a unit
+ONE = Geometry.even(1, 1, 2, torch.float32)  # 16 bytes a unit
 
 
 @pytest.mark.parametrize("before, new, first", [
@@ -256,7 +256,7 @@ def test_a_page_that_is_gone_is_written_again_wherever_it_lay():
 
 
 def test_one_position_may_hold_more_units_than_a_page_should():
-    wide = Geometry(4, 8, 2, torch.float32)  # 32 units a position
+    wide = Geometry.even(4, 8, 2, torch.float32)  # 32 units a position
     positions = [torch.arange(6).expand(8, 6)] * 4
     for most, expected in ((1, 6), (31, 6), (32, 6), (63, 6), (64, 3), (96, 2), (191, 2), (192, 1)):
         planned = plan([], positions, 6, wide, most * wide.unit_bytes)

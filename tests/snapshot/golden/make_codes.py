@@ -25,7 +25,7 @@ MEAN = torch.full((HEADS, DIM), 5.0)
 
 def geometry(bits: tuple[int, int]) -> Geometry:
     keys, values = (4 * DIM if one == 16 else row_bytes(DIM, one) for one in bits)
-    return Geometry(LAYERS, HEADS, keys, torch.uint8, values)
+    return Geometry.even(LAYERS, HEADS, keys, torch.uint8, values)
 
 
 def channels(layer: int) -> tuple[Tensor, Tensor]:

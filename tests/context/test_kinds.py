@@ -1,0 +1,100 @@
+"""Sessions of models whose layers keep other things than keys and values of equal shape: they go on in another runtime
+as if they had never stopped, forks and questions leave no trace, and a turn reads new tokens alone."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+import pytest
+from transformers import PreTrainedModel
+
+from locret_stream.config import Budget
+from locret_stream.engine import Engine, EngineState
+from tests.architectures import CONFIGS, make
+from tests.context.support import CHUNK, TEXT, expect_same, snap, tiny, tokenizer
+
+QUESTION = "What is the pass key of falcon?"
+
+
+@cache
+def model(name: str) -> PreTrainedModel:
+    config = CONFIGS[name]()
+    config.vocab_size = len(tokenizer())
+    if getattr(config, "vocab_size_per_layer_input", None):
+        config.vocab_size_per_layer_input = len(tokenizer())
+    return make(name, config=config)
+
+
+def options(name: str, **more: object) -> dict:
+    return dict(on=model(name), policy="keydiff", budget=Budget(units=20, sinks=2, stabilizers=3), chunk_size=8,
+                **more)
+
+
+@pytest.mark.parametrize("name", ["qwen3.5", "gemma4-moe", "deepseek-v3", "falcon-h1", "lfm2", "granite4-h",
+                                  "gemma4-e2b", "mimo"])
+@pytest.mark.thorough(but=4)
+async def test_a_session_goes_on_as_if_it_had_never_stopped(name: str, tmp_path: Path):
+    """Through a question, a save in the midst of a chunk, another runtime, a fork, and more text."""
+    async with tiny(**options(name)) as runtime, runtime.open() as never:
+        async with tiny(**options(name, store=tmp_path)) as first, first.open("talk") as ctx:
+            for each in (never, ctx):
+                await each.feed(TEXT)
+                await each.ask(QUESTION, max_new_tokens=3)
+                await each.feed(TEXT[:50])
+        async with tiny(**options(name, store=tmp_path)) as second, second.open("talk") as ctx:
+            expect_same(await snap(ctx), await snap(never))
+            async with ctx.fork("branch") as fork:
+                await fork.feed("The fork reads this.")
+            for each in (never, ctx):
+                await each.feed(TEXT)
+            expect_same(await snap(ctx), await snap(never))
+            async with second.open("branch") as branch:
+                assert branch.memory.tokens > 0
+            answers = [await each.ask(QUESTION, max_new_tokens=6) for each in (never, ctx)]
+            assert answers[0] == answers[1]
+
+
+@pytest.mark.parametrize("name", ["lfm2", "deepseek-v3", "qwen3.5", "granite4-h", "falcon-h1", "gemma4-e2b",
+                                  "gemma4-moe", "mimo"])
+@pytest.mark.thorough(but=2)
+async def test_what_is_swapped_out_comes_back_as_it_was(name: str, tmp_path: Path):
+    """Three sessions take turns in one slot."""
+    async with tiny(**options(name, store=tmp_path, max_live=1)) as runtime, tiny(**options(name)) as alone:
+        contexts = [await runtime.open(f"{number}").__aenter__() for number in range(3)]
+        for part in (TEXT, TEXT[30:90], TEXT[:40]):
+            for number, ctx in enumerate(contexts):
+                await ctx.feed(f"{number}: {part}")
+        for number, ctx in enumerate(contexts):
+            async with alone.open() as never:
+                for part in (TEXT, TEXT[30:90], TEXT[:40]):
+                    await never.feed(f"{number}: {part}")
+                expect_same(await snap(ctx), await snap(never))
+        for ctx in contexts:
+            await ctx.aclose()
+
+
+@pytest.mark.parametrize("name", ["lfm2", "qwen3.5"])
+@pytest.mark.thorough(but=1)
+async def test_a_long_chat_reads_new_tokens_alone(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Fifty turns, over a restart and a fork: each token is committed once, and provisional tokens are fewer than a
+    chunk in any forward."""
+    committed: list[int] = []
+    real = Engine._commit
+
+    def counted(self: Engine, state: EngineState, count: int) -> None:
+        committed.append(count)
+        real(self, state, count)
+
+    monkeypatch.setattr(Engine, "_commit", counted)
+    for process in range(2):
+        async with tiny(**options(name, store=tmp_path)) as runtime, runtime.open("chat") as ctx:
+            for turn in range(25):
+                async for _ in ctx.generate(f"Message {25 * process + turn}.", max_new_tokens=2, ignore_eos=True):
+                    pass
+            assert sum(committed) == ctx._session.state.seen, "each token was committed once"
+            if process:
+                before, tokens = len(committed), ctx.memory.tokens
+                async with ctx.fork() as fork:
+                    await fork.feed("One more message of the fork.")
+                    assert sum(committed[before:]) <= fork.memory.tokens - tokens + CHUNK, "it reads nothing again"

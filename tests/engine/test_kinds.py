@@ -1,0 +1,200 @@
+"""The laws on models whose layers keep other things than keys and values of equal shape: a recurrent state, latents,
+units of other layers, units of another width; and on one that scales queries by position."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from locret_stream.engine import Engine
+from locret_stream.errors import ConfigError, SnapshotCorrupt, WindowExceeded
+from tests.architectures import BY_LAYER, LATENT, STATEFUL
+from tests.engine.test_decoding import alone, together
+from tests.engine.test_laws import operation, play
+from tests.kit import assert_same, build, examples, feed, ids_of, logits_at_each, model, stock_logits
+
+POLICIES = {"qwen3.5": "h2o", "lfm2": "tova", "granite4-h": "keydiff", "falcon-h1": "snapkv", "gemma4-e2b": "keydiff",
+            "gemma4-moe": "h2o", "mimo": "h2o", "deepseek-v3": "keydiff", "deepseek-v3.2": "tova", "kimi-linear": "h2o",
+            "ministral3": "tova"}
+KINDS = [*STATEFUL, *BY_LAYER, *LATENT, "ministral3"]
+WITH_STATE = [name for name in KINDS if name in STATEFUL or name == "kimi-linear"]
+UNITS, CHUNK = 20, 8
+SLOW = "kimi-linear"  # whose layers without attention take transformers' slow way on CPUs
+CLOSE = 2e-5, 1e-3
+"""Most that provisional logits may differ by, computed in one way or another: of models without a recurrent state, and
+with one. Gated delta rules amplify rounding: stock Qwen3.5 of these weights differs from itself by 8e-5 when it reads
+token by token. Committed states are bit-equal in all."""
+
+
+def close(on: str) -> float:
+    return CLOSE[on in WITH_STATE]
+
+
+def some(names: list[str], but: int) -> list[object]:
+    """The first `but` of them by default, and never the slow one."""
+    return [pytest.param(name, marks=[pytest.mark.thorough] if name == SLOW or number >= but else [])
+            for number, name in enumerate(names)]
+
+
+def engine_of(on: str, policy: str = "", units: int = UNITS, **options: int) -> Engine:
+    return build(policy or POLICIES[on], on=model(on), units=units, chunk_size=CHUNK, slots=6, **options)
+
+
+@pytest.mark.parametrize("on", some(KINDS, 99))
+def test_it_is_exact_while_it_fits(on: str):
+    """Fed one by one and asked after each, which runs every way of computing a provisional unit."""
+    ids = ids_of(60, seed=4)
+    engine = engine_of(on, "streaming_llm", units=64)
+    found, expected = logits_at_each(engine, engine.open(0), ids), stock_logits(model(on), ids)
+    assert (found - expected).square().mean().sqrt() <= 1e-5 * expected.std()
+    small = engine_of(on, "streaming_llm")
+    assert (logits_at_each(small, small.open(0), ids) - expected).abs().max() > 1e-3, "it evicts, and that shows"
+
+
+@pytest.mark.parametrize("on", some(KINDS, 5))
+def test_committed_state_is_a_function_of_the_tokens(on: str):
+    """Whatever was asked, forked, undone, reloaded, or failed: equal tokens give bit-equal exports."""
+    engine = engine_of(on)
+
+    @settings(max_examples=examples(12))
+    @given(st.lists(operation, min_size=6, max_size=12))
+    def law(operations):
+        play(engine, operations, close(on))
+
+    law()
+
+
+@pytest.mark.parametrize("on", some(KINDS, 99))
+def test_contexts_decode_together_as_alone(on: str):
+    engine, lengths = engine_of(on), (1, 8, 29)
+    prompts, reply = [ids_of(length, seed=length) for length in lengths], ids_of(12, seed=1)
+    expected, states = [], []
+    for prompt in prompts:
+        state = engine.open(5)
+        feed(engine, state, prompt)
+        expected.append(alone(engine, state, reply))
+    for slot, prompt in enumerate(prompts):
+        states.append(engine.open(slot))
+        feed(engine, states[-1], prompt)
+    for step, token in enumerate(reply):
+        for found, right in zip(together(engine, states, [token] * 3), (each[step] for each in expected), strict=True):
+            assert (found - right).abs().max() <= close(on)
+    for state, prompt in zip(states, prompts, strict=True):
+        again = engine.open(5)
+        feed(engine, again, prompt + reply)
+        assert_same(engine.export(state), engine.export(again))
+
+
+@pytest.mark.parametrize("on", some(KINDS, 99))
+@pytest.mark.parametrize("policy", ["streaming_llm", "h2o"])
+def test_the_formula_is_what_the_tensors_take(on: str, policy: str):
+    engine = engine_of(on, policy)
+    assert engine.pool.bytes_resident == engine.pool.formula_bytes()
+    assert engine.pool.slot_bytes == sum(engine.pool.layer_bytes) + 2 * engine.shape.state_bytes
+
+
+@pytest.mark.parametrize("on", some(["lfm2", "gemma4-moe", "mimo", "qwen3.5", "falcon-h1", "granite4-h",
+                                     "gemma4-e2b"], 3))
+def test_units_in_few_bits_follow_the_same_laws(on: str):
+    engine = build("keydiff", on=model(on), units=UNITS, chunk_size=CHUNK, slots=4, store_bits=8)
+    assert engine.pool.bytes_resident == engine.pool.formula_bytes()
+
+    @settings(max_examples=examples(6))
+    @given(st.lists(operation, min_size=4, max_size=10))
+    def law(operations):
+        play(engine, operations, close(on))
+
+    law()
+
+
+@pytest.mark.parametrize("on", list(LATENT))
+def test_latents_are_kept_as_they_are(on: str):
+    with pytest.raises(ConfigError, match="latents, which are key and value at once"):
+        build("keydiff", on=model(on), store_bits=8)
+
+
+def test_a_latent_unit_is_one_row_for_all_heads():
+    """576 numbers in DeepSeek-V3, and as many after RoPE; expanded, 128 heads of 192 and 128, and the keys again."""
+    engine = engine_of("deepseek-v3", "streaming_llm")
+    [unit] = set(engine.shape.units)
+    config = model("deepseek-v3").config
+    assert (unit.kv_heads, unit.dims) == (1, (config.kv_lora_rank + config.qk_rope_head_dim, 0))
+    assert unit.groups == config.num_attention_heads
+    rows = {name: tensor for name, tensor in engine.export(engine.open(0)).items() if name.endswith("values")}
+    assert all(tensor.shape[-1] == 0 for tensor in rows.values()), "K is V, so that nothing is stored twice"
+
+
+@pytest.mark.parametrize("on", some(WITH_STATE, 99))
+def test_a_snapshot_without_its_state_is_none(on: str):
+    engine = engine_of(on)
+    state = engine.open(0)
+    feed(engine, state, ids_of(2 * CHUNK + 3))
+    tensors = engine.export(state)
+    names = [name for name in tensors if name.startswith("state.")]
+    assert names and len(names) == len(engine.attachment.states)
+    for change in (lambda t: t[..., :-1], lambda t: t.double()):
+        with pytest.raises(SnapshotCorrupt, match=names[-1]):
+            engine.load(tensors | {names[-1]: change(tensors[names[-1]])}, 1)
+    with pytest.raises(SnapshotCorrupt, match=names[0]):
+        engine.load({name: tensor for name, tensor in tensors.items() if name != names[0]}, 1)
+    assert not [name for name in engine.export(engine.open(2)) if name.startswith("state.")], "nothing was read yet"
+
+
+@pytest.mark.parametrize("on", some(WITH_STATE, 99))
+def test_the_state_of_one_context_is_not_that_of_another(on: str):
+    """A slot that is used again begins anew, and a neighbour's tokens change nothing."""
+    engine = engine_of(on)
+    ids = ids_of(2 * CHUNK + 5, seed=1)
+    first = engine.open(0)
+    feed(engine, first, ids)
+    expected, logits = engine.export(first), engine.logits(first)
+    other = engine.open(1)
+    logits_at_each(engine, other, ids_of(3 * CHUNK + 2, seed=2))
+    assert_same(engine.export(first), expected)
+    again = engine.open(1)
+    feed(engine, again, ids)
+    assert_same(engine.export(again), expected)
+    assert torch.equal(engine.logits(again), logits)
+
+
+@pytest.mark.parametrize("on", some(WITH_STATE, 99))
+def test_what_is_taken_back_leaves_nothing_in_the_state(on: str):
+    """A state cannot be rewound: the provisional one begins again from the committed one."""
+    engine = engine_of(on)
+    state, plain = engine.open(0), engine.open(1)
+    ids = ids_of(CHUNK + 2, seed=3)
+    feed(engine, state, ids)
+    feed(engine, plain, ids)
+    before = engine.logits(state)
+    logits_at_each(engine, state, ids_of(4, seed=5))
+    engine.truncate(state, 2)
+    assert (engine.logits(state) - before).abs().max() <= close(on)
+    assert torch.equal(engine.logits(state), engine.logits(plain))
+
+
+def test_an_index_chooses_all_of_a_memory_that_is_no_larger():
+    """DeepSeek-V3.2: up to `index_topk` units the index has nothing to choose, and above nothing is promised."""
+    topk = model("deepseek-v3.2").config.index_topk
+    engine = engine_of("deepseek-v3.2", "streaming_llm", units=topk - CHUNK)
+    assert engine.shape.window == topk
+    with pytest.raises(WindowExceeded, match=f"knows {topk} positions"):
+        engine_of("deepseek-v3.2", "streaming_llm", units=topk)
+
+
+def test_layers_that_share_units_keep_one_copy():
+    engine = engine_of("gemma4-e2b", "streaming_llm")
+    config = model("gemma4-e2b").config
+    assert engine.shape.layers == config.num_hidden_layers - config.num_kv_shared_layers
+    assert engine.attachment.shares
+
+
+def test_receipts_of_layers_with_other_numbers_of_heads():
+    engine = engine_of("gemma4-moe", "streaming_llm")
+    state = engine.open(0)
+    feed(engine, state, ids_of(6 * CHUNK + 3))
+    receipts = engine.receipts(state, 0, None)
+    assert receipts.kept.shape == (engine.shape.layers, 2, 6 * CHUNK + 3)
+    for layer, (unit, count) in enumerate(zip(engine.shape.units, state.store.counts, strict=True)):
+        assert receipts.kept[layer].sum(-1).tolist() == [count + 3] * unit.kv_heads + [0] * (2 - unit.kv_heads)
