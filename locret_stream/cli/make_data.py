@@ -31,10 +31,10 @@ BACKGROUND_TOKENS = 500_000  # as many as train-heads reads for --label attentio
 HELP = """Make conversations for train-heads: texts with facts in them, and questions about the facts.
 
 The texts are parts of your --text files, source code, logs, JSON of tools, and talk; the facts are numbers, names, \
-places, dates, reasons, decisions, preferences, settings and error codes, each told in one of several ways. Nothing is \
-downloaded. The model reads every conversation once with its full cache, and only the questions that it answers right \
-are kept: what it cannot answer teaches no head what to keep. Facts that only other questions ask for are taken out, \
-so that nothing is told that no answer needs.
+places, dates, times, sums, reasons, decisions, preferences, versions, commands, settings and error codes, told as \
+sentences, notes, rows of tables or lines of dialogue. Nothing is downloaded. The model reads every conversation once \
+with its full cache, and only the questions that it answers right are kept: what it cannot answer teaches no head what \
+to keep. Facts that only other questions ask for are taken out, so that nothing is told that no answer needs.
 
 The same options and seed make the same conversations. Ctrl-C leaves those that are made in --out.
 

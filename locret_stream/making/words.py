@@ -59,6 +59,11 @@ TASTES = {
     "board game": "backgammon|checkers|dominoes|mahjong|Scrabble", "cheese": "gouda|brie|cheddar|feta|camembert",
     "flower": "tulips|peonies|orchids|marigolds|lilies", "soup": "lentil soup|onion soup|tomato soup|leek soup",
 }
+HOURS = _phrases("""at half past six|at a quarter to nine|at noon|at 7:45 pm|at 10:20|at eleven sharp|at 16:05
+at five past four|shortly before midnight|at sunrise|at 9 am|at ten to three""")
+COLOURS = "turquoise beige maroon ochre teal magenta khaki mauve vermilion cyan".split()
+STREETS = _phrases("""Mill Lane|Station Road|Tanner Street|Orchard Close|Quay Street|Abbey Hill|Cooper Row|Chapel Walk
+Weaver Street|Long Acre|Priory Gardens|Saddler Yard""")
 JOBS = _phrases("""plumber|violinist|geologist|baker|translator|pilot|carpenter|botanist|jeweller|blacksmith|vet
 diver""")
 ANIMALS = "mule goat canary gecko mare ferret hen hamster spaniel".split()

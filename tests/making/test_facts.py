@@ -29,6 +29,29 @@ def test_a_fact_tells_its_answer(kind):
     assert len(wordings) > 1, "several wordings"
 
 
+def test_facts_are_told_in_many_forms():
+    made = [kind(random.Random(seed)) for kind in KINDS for seed in range(60)]
+    told = [fact.told[0] for fact in made if len(fact.told) == 1]
+    assert sum(fact.told[0].startswith(fact.value) for fact in made) > 60, "the value first"
+    assert sum(one.startswith("| ") and one.endswith(" |") for one in told) > 10, "a row of a table"
+    assert sum("\n" in one for one in told) > 30, "several lines"
+    assert sum(one.startswith("- ") or bool(re.match(r"[^.]*: [^.]*$", one)) for one in told) > 50, "a note"
+    assert sum("by" in one.split() or "was" in one.split() for one in told) > 100, "in the passive voice"
+    assert sum(one.startswith(("If ", "Since ", "As ", "Because ")) for one in told) > 30, "a subordinate clause"
+    assert {fact.told[0][0] for fact in made if len(fact.told) == 2} >= {'"'}, "a dialogue"
+
+
+def test_evaluation_tells_things_otherwise():
+    """But for "The ... is ..."."""
+    lines = [told.line for seed in range(20) for made in (chat.numbers, chat.words, chat.tools, chat.needles)
+             for told in made(random.Random(seed), 2)]
+    asked = {" ".join(line.split()[:4]) for line in lines if not line.startswith("The ")} | {"is hidden"}
+    for kind in KINDS:
+        for seed in range(200):
+            told = "\n".join(kind(random.Random(seed)).told)
+            assert not [one for one in asked if one in told], told
+
+
 def test_facts_of_one_conversation_have_different_questions():
     for seed in range(50):
         made = facts(random.Random(seed), 8, "code")
