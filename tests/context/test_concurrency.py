@@ -92,7 +92,7 @@ async def test_replies_at_once_share_their_steps_and_are_each_what_they_are_alon
             async with runtime.open() as ctx:
                 alone.append((await reply(ctx, n), await snap(ctx)))
         hidden = runtime.attachment.hidden
-        runtime.attachment.hidden = lambda ids, step: widths.append(tuple(ids.shape)) or hidden(ids, step)
+        runtime.attachment.hidden = lambda ids, *more: widths.append(tuple(ids.shape)) or hidden(ids, *more)
         async with AsyncExitStack() as stack:
             contexts = [await stack.enter_async_context(runtime.open()) for _ in prompts]
             said = await asyncio.gather(*(reply(ctx, n) for n, ctx in enumerate(contexts)))

@@ -33,7 +33,7 @@ def options(name: str, **more: object) -> dict:
 
 @pytest.mark.parametrize("name", ["qwen3.5", "gemma4-moe", "deepseek-v3", "falcon-h1", "lfm2", "granite4-h",
                                   "gemma4-e2b", "mimo"])
-@pytest.mark.thorough(but=4)
+@pytest.mark.thorough(but=2)
 async def test_a_session_goes_on_as_if_it_had_never_stopped(name: str, tmp_path: Path):
     """Through a question, a save in the midst of a chunk, another runtime, a fork, and more text."""
     async with tiny(**options(name)) as runtime, runtime.open() as never:
@@ -57,7 +57,7 @@ async def test_a_session_goes_on_as_if_it_had_never_stopped(name: str, tmp_path:
 
 @pytest.mark.parametrize("name", ["lfm2", "deepseek-v3", "qwen3.5", "granite4-h", "falcon-h1", "gemma4-e2b",
                                   "gemma4-moe", "mimo"])
-@pytest.mark.thorough(but=2)
+@pytest.mark.thorough(but=1)
 async def test_what_is_swapped_out_comes_back_as_it_was(name: str, tmp_path: Path):
     """Three sessions take turns in one slot."""
     async with tiny(**options(name, store=tmp_path, max_live=1)) as runtime, tiny(**options(name)) as alone:
