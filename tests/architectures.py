@@ -46,6 +46,7 @@ PLAIN = {
                                           layer_types=ONE_SLIDING),
     "olmo2": lambda: tf.Olmo2Config(**BASE),
     "granite": _granite,
+    "stablelm": lambda: tf.StableLmConfig(**BASE),  # divides for a partial rotation outside of its function
     "smollm3": lambda: tf.SmolLM3Config(**BASE, no_rope_layers=[1, 0, 1]),
     "gpt-oss": lambda: tf.GptOssConfig(**BASE, head_dim=16, num_local_experts=4, num_experts_per_tok=2,
                                        sliding_window=24, layer_types=ONE_SLIDING),

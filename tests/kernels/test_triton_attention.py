@@ -174,13 +174,13 @@ def check_decode(lengths, C, H, G, T, D, dtype, rope, window, softcap, sink_logi
 @pytest.mark.parametrize("lengths, C, H, G, T, D, dtype, rope, window, softcap, sink_logits, programs", [
     ([1, 70, 33], 70, 2, 1, 1, 20, F32, None, None, None, False, None),
     ([1, 70, 33], 70, 1, 3, 1, 20, F32, F32, None, None, False, None),
+    ([600], 600, 1, 1, 1, 4, F32, None, None, None, False, None),  # more splits than are combined at a time
     ([1, 9], 9, 1, 2, 1, 7, F32, None, None, None, True, None),  # one split
     ([101, 100, 1], 101, 1, 5, 1, 33, F32, None, None, 3.0, True, 1),  # one split of several blocks
     ([3, 150, 80], 150, 1, 2, 3, 16, F32, F32, None, None, True, 6),  # two splits of several blocks
     ([90, 8], 90, 1, 2, 8, 12, F32, None, 5, None, False, None),
     ([150, 64], 150, 1, 1, 4, 80, F32, F32, 71, 3.0, True, 4),
     ([8, 40], 40, 1, 9, 8, 4, F32, None, None, None, False, None),  # 72 rows: two tiles
-    ([600], 600, 1, 1, 1, 4, F32, None, None, None, False, None),  # more splits than are combined at a time
     ([40, 5], 41, 1, 2, 1, 136, F32, F32, None, None, False, None),
     ([130, 1], 130, 2, 2, 1, 24, BF16, None, None, 5.0, True, None),
     ([1, 131], 131, 1, 4, 1, 40, BF16, BF16, None, None, False, None),
@@ -259,8 +259,8 @@ def shuffled(N: int, R: int) -> list[int]:
 
 @pytest.mark.parametrize("given", [False, True])
 @pytest.mark.parametrize(("ranks", "N", "H", "G", "D", "dtype", "softcap", "sink_logits"), [
-    ([0], 1, 1, 1, 1, F32, None, False),
     (list(range(20, 75)), 75, 2, 1, 20, F32, None, True),
+    ([0], 1, 1, 1, 1, F32, None, False),
     (shuffled(70, 37), 70, 1, 3, 33, F32, 3.0, False),
     (list(range(3, 60, 7)), 101, 1, 5, 7, F32, None, False),  # columns that nobody sees
     (shuffled(130, 9), 130, 1, 2, 16, F32, None, True),
