@@ -22,10 +22,9 @@ def why_not(model: nn.Module) -> str:
     return f"{_reason(model, text)}; {_OTHERS}"
 
 
-def learned_positions(tree: nn.Module) -> bool:
-    """Whether a decoder adds learned embeddings of positions to its tokens."""
-    return any(path.rpartition(".")[2] in _POSITIONS and isinstance(module, nn.Embedding)
-               for path, module in tree.named_modules())
+def learned_positions(decoder: nn.Module) -> bool:
+    """Whether a decoder adds learned embeddings of positions to its tokens; towers in it that read images may."""
+    return any(name in _POSITIONS and isinstance(module, nn.Embedding) for name, module in decoder.named_children())
 
 
 def _reason(model: nn.Module, config: Any) -> str:
@@ -33,7 +32,7 @@ def _reason(model: nn.Module, config: Any) -> str:
         return "it is an encoder with a decoder, and its encoder reads a text as a whole"
     if getattr(config, "alibi", False) or type(model).__name__.startswith(("Bloom", "Mpt")):
         return "it tells positions by ALiBi, a bias by distance, which units that move to other ranks would change"
-    if learned_positions(model):
+    if any(learned_positions(module) for module in model.modules()):
         return ("its positions are learned embeddings, which are added to tokens before the first layer: a unit that "
                 "moves to another rank would keep the position that it had")
     kinds = _kinds(config)

@@ -237,6 +237,18 @@ def test_what_is_not_served_is_refused_by_its_reason(config, why: str):
     assert not any(word in str(caught.value) for word in ("TypeError", "AttributeError", "KeyError", "NoneType"))
 
 
+def test_a_tower_in_the_decoder_may_have_learned_positions():
+    """As that of Phi-4-multimodal, which reads images inside of the decoder's embeddings."""
+    stock = make("llama")
+    stock.model.reads_images = nn.Module()
+    stock.model.reads_images.position_embedding = nn.Embedding(4, 8)
+    assert attach(stock).shape.layers == 3
+    stock = make("llama")
+    stock.model.embed_positions = nn.Embedding(4, 8)
+    with pytest.raises(UnsupportedModel, match="positions are learned embeddings"):
+        attach(stock)
+
+
 def test_refuses_a_decoder_without_a_head():
     with pytest.raises(UnsupportedModel, match="LlamaModel"):
         attach(tf.LlamaModel(tf.LlamaConfig(**BASE)))
