@@ -106,13 +106,18 @@ def load_model(path: str | Path, dtype: str | torch.dtype, device: str | Mapping
 
 def _class_of(path: str | Path, options: Mapping[str, Any]) -> Any:
     """The class of transformers that loads the model of a checkpoint: of a multimodal one its text alone, where there
-    is such a class."""
+    is such a class; of a text config that no such class is listed for, the class that the checkpoint names."""
+    import transformers
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
     if "gguf_file" in options:
         return AutoModelForCausalLM
-    config = type(AutoConfig.from_pretrained(_base(path)))
-    of_text, of_images = (auto._model_mapping.keys() for auto in (AutoModelForCausalLM, AutoModelForImageTextToText))
-    return AutoModelForImageTextToText if config in of_images and config not in of_text else AutoModelForCausalLM
+    config = AutoConfig.from_pretrained(_base(path))
+    for auto in (AutoModelForCausalLM, AutoModelForImageTextToText):
+        if type(config) in auto._model_mapping:  # `.keys()` would import the config of every model
+            return auto
+    named = (getattr(config, "architectures", None) or [""])[0]
+    known = getattr(transformers, named, None) if named.endswith(("ForCausalLM", "ForConditionalGeneration")) else None
+    return AutoModelForCausalLM if known is None else known
 
 
 def drop_towers(model: Any) -> None:
