@@ -7,7 +7,7 @@ from datetime import datetime
 
 import pytest
 
-from locret_stream.recall import Cutter, headers
+from locret_stream.recall import Cutter, headers, passages
 from locret_stream.text import ChatFrame, TextCodec
 from tests.training.tiny import make_tokenizer
 
@@ -200,3 +200,12 @@ def test_the_date_is_no_text_whatever_day_it_is(way: str, monkeypatch: pytest.Mo
             found.append([passage.text for passage in done])
     said = ["The code of the gate is 4711.", "It is shut.", "Noted."]
     assert all(texts == ["Be kind."] * (way == "and a system text") + said for texts in found)
+
+
+def test_a_header_with_a_short_gap_ends_where_its_end_comes_first():
+    """Behind it a message may follow; behind a long gap the same ids may still be of the header."""
+    short, long = (1, passages.SHORT_GAP, 9), (1, passages.GAP, 9)
+    for header in (short, long):
+        assert passages._fits(header, [1, 5, 9], whole=True) and passages._fits(header, [1, 5, 6], whole=False)
+    assert not passages._fits(short, [1, 5, 9, 7], whole=False)
+    assert passages._fits(long, [1, 5, 9, 7], whole=False)

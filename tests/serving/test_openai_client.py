@@ -49,6 +49,8 @@ def test_streamed_chunks_add_up_to_the_plain_answer(served: Served):
         plain = client.chat.completions.create(model=MODEL, messages=[user("the same")])
         chunks = list(client.chat.completions.create(model=MODEL, messages=[user("the same")], stream=True,
                                                      stream_options={"include_usage": True}))
+        roles = [chunk.choices[0].delta.role for chunk in chunks if chunk.choices]
+        assert roles == ["assistant"] + [None] * (len(roles) - 1), "it is said once, by the first chunk"
         assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == "You said: the same"
         assert plain.choices[0].message.content == "You said: the same"
         assert chunks[-1].usage == plain.usage.model_copy(update={"prompt_tokens_details": chunks[-1].usage.
