@@ -468,7 +468,7 @@ def check_window(budgets: tuple[int, ...], chunk_size: int, shape: ModelShape) -
         WindowExceeded: names the layer and the largest budget that fits.
     """
     for layer, units in enumerate(budgets):
-        if units + chunk_size > shape.window and not shape.sliding[layer]:
+        if units + chunk_size > shape.window and not shape.units[layer].sliding:
             raise WindowExceeded(
                 f"layer {layer} would hold {units} + {chunk_size} = {units + chunk_size} units, the model knows "
                 f"{shape.window} positions; expected "

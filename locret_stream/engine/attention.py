@@ -31,7 +31,8 @@ class Attention:
         the rows' log-sum-exp [H*G, T] where a kernel computes it and the policy needs it."""
         new, total = q.shape[2], k.shape[2]
         if self._by_kernel(call, total):
-            out, lse = prefill_attention(q[0], k[0], v[0], call.scale, window=self.layout.shape.sliding[call.layer],
+            window = self.layout.shape.units[call.layer].sliding
+            out, lse = prefill_attention(q[0], k[0], v[0], call.scale, window=window,
                                          softcap=call.softcap, sink_logits=call.sink_logits,
                                          with_lse="column_sums" in self.layout.policy.needs)
             return out[None], lse
@@ -40,13 +41,13 @@ class Attention:
 
     def _by_kernel(self, call: LayerCall, total: int) -> bool:
         """Whether `prefill_attention` is faster: in Triton always, in torch where it needs no mask."""
-        window = self.layout.shape.sliding[call.layer]
+        window = self.layout.shape.units[call.layer].sliding
         return self.layout.triton[call.layer] or (self.attachment.attn == "sdpa" and call.softcap is None
                                                   and call.sink_logits is None and (window is None or window >= total))
 
     def _visible(self, layer: int, start: int, new: int) -> tuple[int, Tensor | None]:
         """The first rank that any of the new queries sees, and the mask from there on (None: one query sees all)."""
-        window = self.layout.shape.sliding[layer]
+        window = self.layout.shape.units[layer].sliding
         first = max(0, start + 1 - window) if window else 0
         if new == 1:
             return first, None

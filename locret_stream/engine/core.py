@@ -133,7 +133,7 @@ class Engine:
             state.provisional, state.tail_logits = 0, None  # their units stand at other ranks now
             for layer, count in enumerate(state.store.counts):
                 most = self._thinned(layer, share, len(state.focus))
-                if count > most and not self.shape.sliding[layer]:
+                if count > most and not self.shape.units[layer].sliding:
                     sinks, stabilizers = self.layout.protection_of(layer, len(state.focus), most)
                     keep = select_units(state.store.scores(layer)[0], most, sinks, stabilizers)
                     state.store.put_in_front(layer, None, keep, len(state.focus), self.layout.tables.rotate)
@@ -443,7 +443,7 @@ class Engine:
         if scores.shape[-1] <= self.budgets[layer]:
             return None
         sinks, stabilizers = self.layout.protection_of(layer, focus_count)
-        rank_by = torch.zeros_like(scores[0]) if self.shape.sliding[layer] else scores[0]
+        rank_by = torch.zeros_like(scores[0]) if self.shape.units[layer].sliding else scores[0]
         return select_units(rank_by, self.budgets[layer], sinks, stabilizers)
 
 

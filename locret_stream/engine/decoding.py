@@ -121,7 +121,7 @@ class Decoder:
         layout, attachment, pool, tables = self.layout, self.attachment, self.pool, self.layout.tables
         # Layers of one budget and window have equally many units, and those of one RoPE table rotate alike: indices and
         # rotations are computed once for all of them.
-        kinds = [(units, layout.shape.sliding[layer], id(tables.layers[layer]), attachment.places[layer].device)
+        kinds = [(units, layout.shape.units[layer].sliding, id(tables.layers[layer]), attachment.places[layer].device)
                  for layer, units in enumerate(layout.budgets)]
         shared: dict[tuple[Any, ...], tuple[Tensor, Tensor, Tensor, tuple[Tensor, Tensor] | None]] = {}
 
@@ -146,7 +146,7 @@ class Decoder:
             if call.keeps:
                 buffers.write_each(slots, ranks, call.k, k, call.v)
             return decode_attention(q, buffers.rotated, buffers.values, slots, lengths, call.scale, cos=cos, sin=sin,
-                                    window=layout.shape.sliding[layer], softcap=call.softcap,
+                                    window=layout.shape.units[layer].sliding, softcap=call.softcap,
                                     sink_logits=call.sink_logits)
 
         return self._logits(batch, step)
@@ -186,7 +186,7 @@ class Decoder:
                 else:
                     _, held, values = store.attended(layer, rank + 1, tables.rotate)
                 out.append(decode_attention(q, held, values, here, length, call.scale,
-                                            window=shape.sliding[layer], softcap=call.softcap,
+                                            window=shape.units[layer].sliding, softcap=call.softcap,
                                             sink_logits=call.sink_logits))
             return torch.cat(out) if len(out) > 1 else out[0]
 

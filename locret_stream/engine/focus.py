@@ -56,7 +56,7 @@ def units_of(layout: Layout, attachment: Attachment, attention: Attention, ids: 
 
     def step(call: LayerCall) -> Attended:
         layer = call.layer
-        if call.keeps and not layout.shape.sliding[layer]:
+        if call.keeps and not layout.shape.units[layer].sliding:
             units[layer] = call.k, call.v
         q = layout.tables.rotate(layer, call.q, 0)
         k = layout.tables.rotate(layer, call.k, 0)
@@ -70,7 +70,7 @@ def put_in_front(layout: Layout, state: EngineState, ids: Sequence[int], units: 
     """Replace the units of the focus by those of a new one. Where the budget has no space for more, the stream's units
     with the lowest scores leave; no score changes."""
     for layer, of_layer in enumerate(units):
-        if layout.shape.sliding[layer]:
+        if layout.shape.units[layer].sliding:
             continue
         store, old, new = state.store, len(state.focus), len(ids)
         count, space = store.counts[layer] - old, layout.budgets[layer] - new

@@ -98,7 +98,7 @@ class Layout:
         """How many of the first units of a layer always stay, a focus of `focus_count` tokens included, and how many of
         the last, where it keeps so many `units` (None: its budget). Layers with a sliding window protect none, as they
         keep their last units."""
-        if self.shape.sliding[layer]:
+        if self.shape.units[layer].sliding:
             return 0, 0
         budget = self.config.budget
         return self.policy.protection(self.budgets[layer] if units is None else units, focus_count + budget.sinks,

@@ -42,7 +42,7 @@ class Scorer:
             old = store.positions(layer)
             new = torch.arange(chunk.start, chunk.start + call.k.shape[2], device=old.device)
             chunk.positions = torch.cat([old, new.expand(len(old), -1)], dim=1)
-        if self.layout.shape.sliding[layer]:
+        if self.layout.shape.units[layer].sliding:
             planes, heads = chunk.scores.shape[:2]
             self.scores.append(chunk.scores.new_zeros(planes, heads, total))
             return

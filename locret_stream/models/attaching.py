@@ -221,7 +221,7 @@ def _read_in_pieces(attachment: Attachment, ids: Tensor) -> list[Tensor]:
             old_k, old_v = cache.get(call.layer, (call.k[:, :, :0], call.v[:, :, :0]))
             cache[call.layer] = torch.cat([old_k, call.k], 2), torch.cat([old_v, call.v], 2)
         k, v = cache[call.layer]
-        start, window = k.shape[2] - call.q.shape[2], shape.sliding[call.layer]
+        start, window = k.shape[2] - call.q.shape[2], shape.units[call.layer].sliding
         ranks = torch.arange(k.shape[2], device=k.device)
         distance = ranks[start:, None] - ranks[None, :]
         mask = (distance >= 0) & (distance < (window or TOTAL + 1))

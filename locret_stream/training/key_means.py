@@ -73,7 +73,7 @@ def measure_key_means(attachment: Attachment, examples: Sequence[Example]) -> Te
             if call.keeps:
                 sums[call.layer] += call.k[0].double().sum(1).cpu()
             return (tables.rotate(call.layer, call.q, 0), tables.rotate(call.layer, call.k, 0), call.v,
-                    masks(shape.sliding[call.layer]))
+                    masks(shape.units[call.layer].sliding))
 
         attachment.hidden(sequence[None].to(attachment.device), step)
     return (sums / sum(map(len, ids))).float()

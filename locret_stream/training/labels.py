@@ -120,7 +120,7 @@ def visit_layers(attachment: Attachment, tables: RopeTables, examples: Sequence[
     def step(call: LayerCall) -> Attended:
         q = tables.rotate(call.layer, call.q, 0)
         k = tables.rotate(call.layer, call.k, 0)
-        window = shape.sliding[call.layer]
+        window = shape.units[call.layer].sliding
         if not call.keeps:
             return q, k, call.v, masks(window)
         labels = torch.zeros(len(examples), shape.units[call.layer].kv_heads, n, dtype=torch.float32, device=device)

@@ -236,7 +236,7 @@ def _new_heads(attachment: Attachment, config: TrainConfig) -> RetainingHeads:
     if max(config.layers or (0,)) >= shape.layers:
         raise ConfigError(f"train: layers is {list(config.layers or ())}; expected numbers from 0 to "
                           f"{shape.layers - 1}")
-    if config.layers and all(shape.sliding[layer] for layer in config.layers):
+    if config.layers and all(shape.units[layer].sliding for layer in config.layers):
         raise ConfigError(f"train: layers {list(config.layers)} all have a sliding window, so that no head decides "
                           "there; expected a layer with full attention")
     assert config.label is not None, "TrainConfig chooses one where none is given"

@@ -56,7 +56,7 @@ class Student:
 
     def _attend(self, call: LayerCall, temperature: float) -> Attended:
         layer, total = call.layer, call.k.shape[2]
-        if self.attachment.shape.sliding[layer]:
+        if self.attachment.shape.units[layer].sliding:
             return self._sliding(call)
         before = keys, values, rival_scores = self._before(call)
         count = keys.shape[2]
@@ -110,7 +110,7 @@ class Student:
     def _sliding(self, call: LayerCall) -> Attended:
         """Attention without gates: the rows of a chunk see the last units before it, as many as the layer keeps, within
         the window."""
-        layer, window = call.layer, self.attachment.shape.sliding[call.layer]
+        layer, window = call.layer, self.attachment.shape.units[call.layer].sliding
         assert window is not None
         ranks = torch.arange(call.k.shape[2], device=call.k.device)
         distance, start = ranks[:, None] - ranks, ranks // self.chunk_size * self.chunk_size
@@ -134,7 +134,7 @@ class Fading(Student):
 
     def _attend(self, call: LayerCall, temperature: float) -> Attended:
         layer = call.layer
-        if self.attachment.shape.sliding[layer]:
+        if self.attachment.shape.units[layer].sliding:
             return self._sliding(call)
         q, k = (self.absolute.rotate(layer, x, 0) for x in (call.q, call.k))
         if not self.heads.config.has_head(layer):
