@@ -70,6 +70,7 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
         units: of every layer that keeps units, in order; these are the L layers of a memory.
         window: positions that the model was made for. item_bytes: of one element of K or V.
         state_bytes: of the recurrent state of one context, which layers without attention carry.
+        indexed: whether `window` is the number of units up to which an index chooses all of them.
     """
 
     units: tuple[UnitShape, ...]
@@ -78,6 +79,7 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
     item_bytes: int
     hidden: int = 0
     state_bytes: int = 0
+    indexed: bool = False
 
     @classmethod
     def even(cls, *, layers: int, kv_heads: int, groups: int, head_dim: int, sliding: Sequence[int | None] = (),
@@ -470,7 +472,9 @@ def check_window(budgets: tuple[int, ...], chunk_size: int, shape: ModelShape) -
     for layer, units in enumerate(budgets):
         if units + chunk_size > shape.window and not shape.units[layer].sliding:
             raise WindowExceeded(
-                f"layer {layer} would hold {units} + {chunk_size} = {units + chunk_size} units, the model knows "
-                f"{shape.window} positions; expected "
+                f"layer {layer} would hold {units} + {chunk_size} = {units + chunk_size} units, "
+                + (f"the model attends to all of at most {shape.window}, and of more to those that its index chooses, "
+                   "which is not served; expected " if shape.indexed else
+                   f"the model knows {shape.window} positions; expected ")
                 + (f"at most {shape.window - chunk_size} units in a layer at this chunk_size"
                    if chunk_size < shape.window else f"a chunk_size below {shape.window}"))

@@ -133,13 +133,13 @@ class Decoder:
                 shared[kinds[layer]] = here[1], ranks, ranks + 1, tables.turns(layer, ranks)
             slots, ranks, lengths, turns = shared[kinds[layer]]
             cos = sin = None
-            if not call.keeps:
-                q = tables.rotate_each(layer, call.q, turns)
-            elif layout.on_load[layer]:
+            if layout.on_load[layer]:
                 pair = tables.layers[layer]
                 assert pair is not None, "kernels rotate keys on read only in layers with RoPE"
                 cos, sin = pair[0][0], pair[1][0]
-                q, k = tables.rotate_each(layer, call.q, turns), call.k
+            k = call.k
+            if layout.on_load[layer] or not call.keeps:
+                q = tables.rotate_each(layer, call.q, turns)
             else:
                 both = tables.rotate_each(layer, torch.cat([call.q, call.k], dim=1), turns)
                 q, k = both[:, :heads], both[:, heads:]

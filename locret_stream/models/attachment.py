@@ -119,7 +119,7 @@ class _BaseStub(nn.Module):
         return _Output(last_hidden_state=self.hidden)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class _Probed:
     """A layer that attends: its number in the decoder, its module, what it gave to attention before RoPE, where its
     embeddings come from, if it has RoPE, and which one before, among those that attend, it reads the units of, if it
@@ -169,13 +169,12 @@ class Attachment:
             module.locret_attachment = this
         layers, self.states, self.last_device = self._probe(model)
         self.shares = any(layer.reads is not None for layer in layers)
-        numbers: dict[int, int] = {}  # of the layers that keep units, by their number among all that attend
-        for at, layer in enumerate(layers):
-            layer.module.locret_layer = numbers[at if layer.reads is None else layer.reads] = numbers.get(
-                layer.reads if layer.reads is not None else at, len(numbers))
-            layer.module.locret_keeps = layer.reads is None
+        keeping = [layer for layer in layers if layer.reads is None]
+        for layer in layers:
+            kept = layer if layer.reads is None else layers[layer.reads]
+            layer.module.locret_layer, layer.module.locret_keeps = keeping.index(kept), kept is layer
             _note_inputs(layer.module)
-        layers = [layer for layer in layers if layer.reads is None]
+        layers = keeping
         self._attentions = [layer.module for layer in layers]
         self.places = [Place(layer.call.k.device, layer.call.k.dtype) for layer in layers]
         self.shape = self._read_shape(model, layers)
@@ -290,7 +289,8 @@ class Attachment:
                                    value_dim=0 if call.v is call.k else call.v.shape[-1],
                                    sliding=None if not reach or reach >= window else reach))
         return ModelShape(units=tuple(units), vocab=config.vocab_size, window=window, item_bytes=self.dtype.itemsize,
-                          hidden=config.hidden_size, state_bytes=sum(tensor.bytes for tensor in self.states))
+                          hidden=config.hidden_size, state_bytes=sum(tensor.bytes for tensor in self.states),
+                          indexed=window == self._chosen)
 
     @property
     def device(self) -> torch.device:

@@ -28,7 +28,9 @@ class Latent:
         else:  # packed, or with an adapter: what it makes of each number of a latent
             like = next(t for t in project.parameters() if t.is_floating_point())
             weight = project(torch.eye(module.kv_a_layernorm.weight.shape[0], dtype=like.dtype, device=like.device)).T
-        self._weight = weight.unflatten(0, (-1, self._of_keys + module.v_head_dim))  # [heads, key and value, latent]
+        # Detached, so that a graph of gradients never leads to the model's weights (`gradients.differentiable`);
+        # [heads, key and value, latent].
+        self._weight = weight.detach().unflatten(0, (-1, self._of_keys + module.v_head_dim))
         self.width = self._weight.shape[-1]
 
     def absorb(self, q: Tensor) -> Tensor:

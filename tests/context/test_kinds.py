@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from transformers import PreTrainedModel
 
-from locret_stream.config import Budget
+from locret_stream.config import Budget, Recall
 from locret_stream.engine import Engine, EngineState
 from tests.architectures import CONFIGS, make
 from tests.context.support import CHUNK, TEXT, expect_same, snap, tiny, tokenizer
@@ -72,6 +72,18 @@ async def test_what_is_swapped_out_comes_back_as_it_was(name: str, tmp_path: Pat
                 expect_same(await snap(ctx), await snap(never))
         for ctx in contexts:
             await ctx.aclose()
+
+
+@pytest.mark.parametrize("name", ["lfm2", "deepseek-v3", "gemma4-e2b"])
+@pytest.mark.thorough(but=2)
+async def test_a_question_with_recall_leaves_no_trace(name: str):
+    """Its copy is thinned and reads passages again, with the state that the memory has."""
+    async with tiny(**options(name), recall=Recall(tokens=64)) as runtime, runtime.open() as ctx:
+        await ctx.feed(TEXT + "Nothing else happened.\n" * 30)
+        before = await snap(ctx)
+        answer = await ctx.ask(QUESTION, max_new_tokens=3)
+        assert answer.recalled, "the words were found"
+        expect_same(await snap(ctx), before)
 
 
 @pytest.mark.parametrize("name", ["lfm2", "qwen3.5"])

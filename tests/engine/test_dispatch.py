@@ -120,6 +120,21 @@ def test_law_3_exact_while_it_fits(triton, on: str):
     torch.testing.assert_close(torch.stack(rows), expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("on", ["gemma4-e2b", "lfm2", "deepseek-v3", "mimo", "gemma4-moe"])
+@pytest.mark.thorough(but=3)
+def test_other_kinds_of_layers_are_exact_while_it_fits(triton, on: str):
+    """Layers that share units, carry a state, or keep latents, also where kernels rotate keys as they load them: what
+    is committed, and tokens one by one behind it."""
+    ids = ids_of(UNITS)
+    engine = engine_of("streaming_llm", on)
+    state, rows = engine.open(0), []
+    for start, stop in ((0, 9), (9, 10), (10, 11), (11, 12)):
+        feed(engine, state, ids[start:stop])
+        rows.append(engine.logits(state))
+    expected = stock_logits(model(on), ids)[[8, 9, 10, 11]]
+    torch.testing.assert_close(torch.stack(rows), expected, rtol=2e-5, atol=2e-5)
+
+
 @pytest.mark.parametrize("on", ["llama", "gpt-oss"])
 @pytest.mark.thorough
 def test_a_focus_stands_in_front(triton, on: str):

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from locret_stream.engine import Engine
 from locret_stream.errors import ConfigError, SnapshotCorrupt, WindowExceeded
-from tests.architectures import BY_LAYER, LATENT, STATEFUL
+from locret_stream.models import attached, differentiable
+from tests.architectures import BY_LAYER, LATENT, STATEFUL, make
 from tests.engine.test_decoding import alone, together
 from tests.engine.test_laws import operation, play
 from tests.kit import assert_same, build, examples, feed, ids_of, logits_at_each, model, stock_logits
@@ -121,6 +122,16 @@ def test_latents_are_kept_as_they_are(on: str):
         build("keydiff", on=model(on), store_bits=8)
 
 
+def test_no_gradient_reaches_the_weights_of_latents():
+    """Heads are tuned through them, and the model's weights stay as they are, though they require gradients."""
+    stock = make("deepseek-v3")
+    with attached(stock) as attachment, differentiable(attachment):
+        gain = torch.ones((), requires_grad=True)
+        attachment.hidden(torch.arange(5)[None], lambda call: (call.q, call.k, call.v * gain, None)).square().sum(
+            ).backward()
+    assert gain.grad and all(parameter.requires_grad and parameter.grad is None for parameter in stock.parameters())
+
+
 def test_a_latent_unit_is_one_row_for_all_heads():
     """576 numbers in DeepSeek-V3, and as many after RoPE; expanded, 128 heads of 192 and 128, and the keys again."""
     engine = engine_of("deepseek-v3", "streaming_llm")
@@ -185,8 +196,24 @@ def test_an_index_chooses_all_of_a_memory_that_is_no_larger():
     topk = model("deepseek-v3.2").config.index_topk
     engine = engine_of("deepseek-v3.2", "streaming_llm", units=topk - CHUNK)
     assert engine.shape.window == topk
-    with pytest.raises(WindowExceeded, match=f"knows {topk} positions"):
+    with pytest.raises(WindowExceeded, match=f"attends to all of at most {topk}, and of more"):
         engine_of("deepseek-v3.2", "streaming_llm", units=topk)
+
+
+@pytest.mark.parametrize("on", some(["lfm2", "deepseek-v3", "gemma4-e2b", "qwen3.5"], 3))
+def test_a_focus_in_front_is_a_function_of_its_ids(on: str):
+    """A state does not know of it; whatever the split, replaced at the same place, and when it is loaded."""
+    engine, ids, states = engine_of(on), ids_of(3 * CHUNK + 3, seed=6), []
+    for slot, size in enumerate((5, 3)):
+        states.append(engine.open(slot))
+        engine.focus(states[-1], ids_of(3, seed=7))
+        for start in range(0, len(ids), size):
+            feed(engine, states[-1], ids[start:start + size])
+            engine.logits(states[-1])
+        engine.focus(states[-1], ids_of(2, seed=8))
+        feed(engine, states[-1], ids[:CHUNK])
+    assert_same(engine.export(states[1]), engine.export(states[0]))
+    assert_same(engine.export(engine.load(engine.export(states[0]), 2)), engine.export(states[0]))
 
 
 def test_layers_that_share_units_keep_one_copy():
