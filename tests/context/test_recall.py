@@ -695,7 +695,7 @@ def ids_before(ctx) -> list[int]:
 @pytest.mark.thorough
 async def test_a_prompt_of_many_chunks_is_stored_and_comes_back(tmp_path: Path):
     """A reply with recall leaves its whole prompt pending."""
-    prompt = QUESTION + " and the word is cold and wet." * 100
+    prompt = QUESTION + " and the word is cold and wet." * 120
     async with tiny(recall=RECALL, store=tmp_path, max_live=1) as runtime:
         async with runtime.open("s") as ctx, runtime.open("other") as other:
             await ctx.feed(STORY)
