@@ -14,7 +14,8 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from locret_stream.errors import LocretError, UnsupportedModel
-from locret_stream.models.attachment import Attachment, Attended, LayerCall, input_of
+from locret_stream.models.attachment import Attachment, input_of
+from locret_stream.models.calls import Attended, LayerCall
 from locret_stream.models.refusals import why_not
 from locret_stream.models.weights import adapters, base_of, form, shadow
 

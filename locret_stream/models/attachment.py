@@ -14,69 +14,30 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
-from transformers.cache_utils import DynamicCache, LinearAttentionCacheLayerMixin, get_layer_types_and_kwargs
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
-from locret_stream.cache import StateTensor
-from locret_stream.config import ModelShape, UnitShape
 from locret_stream.errors import UnsupportedModel
 from locret_stream.heads import RetainingHeads
 from locret_stream.kernels import uses_triton
+from locret_stream.models.calls import LayerCall, Step, additive_mask
 from locret_stream.models.indexed import chosen_at_most
 from locret_stream.models.latent import keep_latents, latent_of
 from locret_stream.models.linears import pack, quicken
 from locret_stream.models.norms import fuse
+from locret_stream.models.probing import probe, shape_of
 from locret_stream.models.recurrent import Carried
-from locret_stream.models.refusals import ATTENDING, learned_positions, why_not
-from locret_stream.models.rotary import Place, RopeTables, Rotary, Source
+from locret_stream.models.refusals import learned_positions, why_not
+from locret_stream.models.rotary import Place, RopeTables, Rotary
 from locret_stream.models.weights import adapters, fingerprint, form, named_weights, quantisation, shadow, sketch
 
 NAME = "locret"  # of the attention function; no mask function has it, so that transformers builds no mask
-
-
-@dataclass(slots=True)
-class LayerCall:
-    """One layer's attention, before RoPE: q [B, H*G, T, D], k and v [B, H, T, D].
-
-    `hidden` [B, T, hidden] is the input of the attention module, after its norm. `softcap` bounds logits, in models
-    that have one (Gemma2); `sink_logits` [H*G] are extra logits in the softmax's denominator (GPT-OSS). Where a layer
-    reads the units of an earlier one and keeps none (Gemma 3n, Gemma 4), `layer` is that one, whose k and v these are,
-    and `keeps` is False.
-    """
-
-    layer: int
-    hidden: Tensor
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    scale: float
-    softcap: float | None = None
-    sink_logits: Tensor | None = None
-    keeps: bool = True
-
-    @property
-    def own_v(self) -> Tensor:
-        """V, of no numbers where K is V, too (latent attention): what is stored, and scored, beside K."""
-        return self.v[..., :0] if self.v is self.k else self.v
-
-
-Attended = Tensor | tuple[Tensor, Tensor, Tensor, Tensor | None]
-"""The result of attention, [B, H*G, T, D]; or its operands: (q [B, H*G, T, D], k and v [B, H, S, D], mask [T, S]; None:
-causal, where the last query sees all).
-
-A mask is bool, True = visible, or the `additive_mask` of one, which callers can cache.
-"""
-
-Step = Callable[[LayerCall], Attended]
 
 
 def _attention(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
@@ -119,19 +80,6 @@ class _BaseStub(nn.Module):
         return _Output(last_hidden_state=self.hidden)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Probed:
-    """A layer that attends: its number in the decoder, its module, what it gave to attention before RoPE, where its
-    embeddings come from, if it has RoPE, and which one before, among those that attend, it reads the units of, if it
-    keeps none."""
-
-    number: int
-    module: Any
-    call: LayerCall
-    source: Source | None
-    reads: int | None = None
-
-
 class Attachment:
     """A model as the engine runs it. One thread at a time may call `hidden` and `logits`.
 
@@ -167,7 +115,7 @@ class Attachment:
         this = weakref.ref(self)
         for module in decoder.modules():  # a probe shows which of them attend
             module.locret_attachment = this
-        layers, self.states, self.last_device = self._probe(model)
+        layers, self.states, self.last_device = probe(model, decoder, self._config, self._rotary, self._ask)
         self.shares = any(layer.reads is not None for layer in layers)
         keeping = [layer for layer in layers if layer.reads is None]
         for layer in layers:
@@ -177,7 +125,7 @@ class Attachment:
         layers = keeping
         self._attentions = [layer.module for layer in layers]
         self.places = [Place(layer.call.k.device, layer.call.k.dtype) for layer in layers]
-        self.shape = self._read_shape(model, layers)
+        self.shape = shape_of(model, self._config, layers, self._chosen, sum(each.bytes for each in self.states))
         self._rotary.set_layers(self._attentions, [layer.source for layer in layers], self.places,
                                 [unit.key_dim for unit in self.shape.units],
                                 [0 if latent is None else latent.width for latent in map(latent_of, self._attentions)])
@@ -272,26 +220,6 @@ class Attachment:
     def _config(self) -> Any:
         return self._shadow.config.get_text_config(decoder=True)
 
-    def _read_shape(self, model: PreTrainedModel, layers: list[_Probed]) -> ModelShape:
-        """The shape of the model, of what its layers gave to attention in a probe. Raises UnsupportedModel."""
-        config = self._config
-        kinds, options = get_layer_types_and_kwargs(config)
-        window, units = min(config.max_position_embeddings, self._chosen or config.max_position_embeddings), []
-        for layer in layers:
-            number, call = layer.number, layer.call
-            kind = kinds[number] if number < len(kinds) else "full_attention"
-            if kind not in ATTENDING and not (kind == "indexed_attention" and self._chosen):
-                raise UnsupportedModel(f"{type(model).__name__}: {why_not(model)}")
-            # Some checkpoints (Phi-3-mini-128k) have a sliding window at least as long as all positions: it hides
-            # nothing.
-            reach, (heads, _, key_dim) = options[number].get("sliding_window"), call.k.shape[1:]
-            units.append(UnitShape(kv_heads=heads, groups=call.q.shape[1] // heads, key_dim=key_dim,
-                                   value_dim=0 if call.v is call.k else call.v.shape[-1],
-                                   sliding=None if not reach or reach >= window else reach))
-        return ModelShape(units=tuple(units), vocab=config.vocab_size, window=window, item_bytes=self.dtype.itemsize,
-                          hidden=config.hidden_size, state_bytes=sum(tensor.bytes for tensor in self.states),
-                          indexed=window == self._chosen)
-
     @property
     def device(self) -> torch.device:
         """The device of the first layer, where ids go in."""
@@ -331,48 +259,6 @@ class Attachment:
     def activation(self) -> str:
         """Name of the activation of the model's MLPs, which retaining heads use, too (Locret, section 3.2)."""
         return getattr(self._config, "hidden_act", "") or getattr(self._config, "hidden_activation", "silu")
-
-    @torch.no_grad()
-    def _probe(self, model: PreTrainedModel) -> tuple[list[_Probed], tuple[StateTensor, ...], torch.device]:
-        """Which modules attend, in order, and what each gives to attention; the forms of the recurrent state; and the
-        device where hidden states come out: as forwards of three tokens show it, since the parameters of a quantised or
-        offloaded model have other dtypes and devices. In these forwards attention gives zeros, so that layers behind it
-        get the same with and without RoPE; a layer whose keys are the same has none.
-
-        Raises:
-            UnsupportedModel: nothing attends, or the layers differ in dtype.
-        """
-        first = next((t.device for t in model.get_input_embeddings().parameters() if not t.is_meta), "cpu")
-        ids = torch.arange(3, device=first)[None]
-        carried = Carried(self._config) if _has_states(self._config) else None
-        out, plain = self._ask(ids, carried)
-        modules = [module for module, _ in plain]
-        if not modules:
-            raise UnsupportedModel(f"{type(model).__name__}: {why_not(model)}")
-        if len({id(module) for module in modules}) < len(modules):
-            raise UnsupportedModel(f"{type(model).__name__}: one attention module serves several of its layers; "
-                                   "expected one for each")
-        dtypes = {call.k.dtype for _, call in plain}
-        if len(dtypes) > 1 or not all(dtype.is_floating_point for dtype in dtypes):
-            raise UnsupportedModel(f"{type(model).__name__}: its layers give keys of {sorted(map(str, dtypes))}; "
-                                   "expected one floating-point dtype: load it with dtype=... for all of them")
-        numbers = {id(module): number for number, layer in enumerate(self._decoder.layers)
-                   for module in layer.modules()}
-        sources: dict[int, Source | None] = {}
-        with self._rotary.as_the_model_has_it() as source_of, ExitStack() as hooks:
-            for module in modules:
-                hooks.enter_context(module.register_forward_pre_hook(
-                    lambda module, *arguments: sources.__setitem__(id(module), source_of(arguments)), with_kwargs=True))
-            _, rotated = self._ask(ids)
-        layers: list[_Probed] = []
-        for (module, call), (_, turned) in zip(plain, rotated, strict=True):
-            number, rotates = numbers[id(module)], not torch.equal(call.k, turned.k)
-            reads = next((at for at, earlier in enumerate(layers) if call.k is earlier.call.k), None)
-            if rotates and sources[id(module)] is None:
-                raise UnsupportedModel(f"{type(model).__name__}: layer {number} turns its keys by position in a way of "
-                                       f"its own; {why_not(model)}")
-            layers.append(_Probed(number, module, call, sources[id(module)] if rotates else None, reads))
-        return layers, () if carried is None else carried.found(), out.device
 
     def _ask(self, ids: Tensor, carried: Carried | None = None) -> tuple[Tensor, list[tuple[Any, LayerCall]]]:
         """Hidden states of a forward in which attention gives zeros, and who asked it for what."""
@@ -462,11 +348,6 @@ class Attachment:
         return eager(module, q, k, v, mask, scaling=scale, dropout=0.0, **kwargs)[0], None
 
 
-def _has_states(config: Any) -> bool:
-    """Whether any layer of a decoder with that config has a recurrent state."""
-    return any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in DynamicCache(config=config).layers)
-
-
 def input_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """The hidden states among the arguments of a layer or an attention module of transformers."""
     return args[0] if args else kwargs["hidden_states"]
@@ -483,11 +364,6 @@ def _note_inputs(module: Any) -> None:
         return plain(module, *args, **kwargs) if own is None else own(*args, **kwargs)
 
     module.forward = noting
-
-
-def additive_mask(visible: Tensor, dtype: torch.dtype) -> Tensor:
-    """visible [T, S] bool -> [T, S] of `dtype` to add to logits: 0 where visible, else the lowest finite number."""
-    return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, torch.finfo(dtype).min)
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, causal: bool) -> Tensor:

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from locret_stream.errors import UnsupportedModel
-from locret_stream.models.attachment import Attachment, Attended, LayerCall
+from locret_stream.models.attachment import Attachment
+from locret_stream.models.calls import Attended, LayerCall
 from locret_stream.models.linears import is_quicker
 
 

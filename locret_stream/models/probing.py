@@ -1,0 +1,120 @@
+"""What a model's layers keep, as forwards of three tokens show it: which modules attend, what they give to attention,
+which of them have RoPE and from where, and the recurrent state. Nothing of it is read from names of classes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.cache_utils import DynamicCache, LinearAttentionCacheLayerMixin, get_layer_types_and_kwargs
+
+from locret_stream.cache import StateTensor
+from locret_stream.config import ModelShape, UnitShape
+from locret_stream.errors import UnsupportedModel
+from locret_stream.models.calls import LayerCall
+from locret_stream.models.recurrent import Carried
+from locret_stream.models.refusals import ATTENDING, why_not
+from locret_stream.models.rotary import Rotary, Source
+
+Ask = Callable[[Tensor, Carried | None], tuple[Tensor, list[tuple[Any, LayerCall]]]]
+"""Runs ids [1, T] in a forward in which attention gives zeros; returns hidden states, and who asked it for what."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Probed:
+    """A layer that attends: its number in the decoder, its module, what it gave to attention before RoPE, where its
+    embeddings come from, if it has RoPE, and which one before, among those that attend, it reads the units of, if it
+    keeps none."""
+
+    number: int
+    module: Any
+    call: LayerCall
+    source: Source | None
+    reads: int | None = None
+
+
+@torch.no_grad()
+def probe(model: PreTrainedModel, decoder: Any, config: Any, rotary: Rotary, ask: Ask
+          ) -> tuple[list[Probed], tuple[StateTensor, ...], torch.device]:
+    """Which modules of the decoder attend, in order, and what each gives to attention; the forms of the recurrent
+    state; and the device where hidden states come out. The parameters of a quantised or offloaded model have other
+    dtypes and devices, so they do not tell. As attention gives zeros, layers behind it get the same with and without
+    RoPE: a layer whose keys are the same has none.
+
+    Raises:
+        UnsupportedModel: nothing attends, or the layers differ in dtype.
+    """
+    first = next((t.device for t in model.get_input_embeddings().parameters() if not t.is_meta), "cpu")
+    ids = torch.arange(3, device=first)[None]
+    carried = Carried(config) if _has_states(config) else None
+    out, plain = ask(ids, carried)
+    modules = [module for module, _ in plain]
+    _expect_alike(model, modules, {call.k.dtype for _, call in plain})
+    sources: dict[int, Source | None] = {}
+    with rotary.as_the_model_has_it() as source_of, ExitStack() as hooks:
+        for module in modules:
+            hooks.enter_context(module.register_forward_pre_hook(
+                lambda module, *arguments: sources.__setitem__(id(module), source_of(arguments)), with_kwargs=True))
+        _, rotated = ask(ids, None)
+    numbers = {id(module): number for number, layer in enumerate(decoder.layers) for module in layer.modules()}
+    layers: list[Probed] = []
+    for (module, call), (_, turned) in zip(plain, rotated, strict=True):
+        number, rotates = numbers[id(module)], not torch.equal(call.k, turned.k)
+        reads = next((at for at, earlier in enumerate(layers) if call.k is earlier.call.k), None)
+        if rotates and sources[id(module)] is None:
+            raise UnsupportedModel(f"{type(model).__name__}: layer {number} turns its keys by position in a way of "
+                                   f"its own; {why_not(model)}")
+        layers.append(Probed(number, module, call, sources[id(module)] if rotates else None, reads))
+    return layers, () if carried is None else carried.found(), out.device
+
+
+def shape_of(model: PreTrainedModel, config: Any, layers: list[Probed], chosen: int | None, state_bytes: int
+             ) -> ModelShape:
+    """The shape of the model, of what its layers gave to attention.
+
+    Args:
+        config: of the decoder. layers: those that keep units. chosen: how many units an index chooses all of.
+
+    Raises:
+        UnsupportedModel: a layer is of a kind that is not served.
+    """
+    kinds, options = get_layer_types_and_kwargs(config)
+    window, units = min(config.max_position_embeddings, chosen or config.max_position_embeddings), []
+    for layer in layers:
+        number, call = layer.number, layer.call
+        kind = kinds[number] if number < len(kinds) else "full_attention"
+        if kind not in ATTENDING and not (kind == "indexed_attention" and chosen):
+            raise UnsupportedModel(f"{type(model).__name__}: {why_not(model)}")
+        # Some checkpoints (Phi-3-mini-128k) have a sliding window at least as long as all positions: it hides
+        # nothing.
+        reach, (heads, _, key_dim) = options[number].get("sliding_window"), call.k.shape[1:]
+        units.append(UnitShape(kv_heads=heads, groups=call.q.shape[1] // heads, key_dim=key_dim,
+                               value_dim=0 if call.v is call.k else call.v.shape[-1],
+                               sliding=None if not reach or reach >= window else reach))
+    return ModelShape(units=tuple(units), vocab=config.vocab_size, window=window,
+                      item_bytes=layers[0].call.k.dtype.itemsize, hidden=config.hidden_size, state_bytes=state_bytes,
+                      indexed=window == chosen)
+
+
+def _expect_alike(model: PreTrainedModel, modules: list[Any], dtypes: set[torch.dtype]) -> None:
+    """Raises UnsupportedModel: no module attends, one does for several layers, or their dtypes differ."""
+    if not modules:
+        raise UnsupportedModel(f"{type(model).__name__}: {why_not(model)}")
+    if len({id(module) for module in modules}) < len(modules):
+        raise UnsupportedModel(f"{type(model).__name__}: one attention module serves several of its layers; "
+                               "expected one for each")
+    if len(dtypes) > 1 or not all(dtype.is_floating_point for dtype in dtypes):
+        raise UnsupportedModel(f"{type(model).__name__}: its layers give keys of {sorted(map(str, dtypes))}; "
+                               "expected one floating-point dtype: load it with dtype=... for all of them")
+
+
+def _has_states(config: Any) -> bool:
+    """Whether any layer of a decoder with that config has a recurrent state."""
+    return any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in DynamicCache(config=config).layers)
+
+
