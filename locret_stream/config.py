@@ -18,6 +18,8 @@ import msgspec
 from locret_stream.budgets import PYRAMID_BETA, divide, group_of, largest, pyramid, row_bytes
 from locret_stream.errors import ConfigError, WindowExceeded
 
+POLICY_NAMES = ("full", "h2o", "infllm", "keydiff", "kvzap", "locret", "nacl", "random", "scissorhands", "sirllm",
+                "snapkv", "streaming_llm", "tova", "trimkv")  # their classes, which need torch, are in `policies`
 ALLOCATIONS = ("auto", "adaptive", "uniform", "pyramid")
 MOST_SHARES = 1e100  # the sum of all shares stays below: keeps share × units finite
 MOST_UNITS = 2**31 - 1  # in a layer: the largest 32-bit index

@@ -16,7 +16,8 @@ from locret_stream.cli.cores import usable_cores
 from locret_stream.cli.options import RuntimeOptions
 from locret_stream.cli.output import err
 from locret_stream.cli.quick_imports import import_quickly
-from locret_stream.errors import ConfigError, UnsupportedModel
+from locret_stream.config import POLICY_NAMES
+from locret_stream.errors import ConfigError, UnknownPolicy, UnsupportedModel
 from locret_stream.named_models import named_model
 
 if TYPE_CHECKING:
@@ -84,6 +85,8 @@ def _shows_template(folder: Path) -> bool:
 def runtime_options(options: RuntimeOptions, **more: Any) -> dict[str, Any]:
     """What the options are for `Runtime.from_pretrained`. Raises ConfigError."""
     given = {**msgspec.structs.asdict(options), **more}
+    if given["policy"] not in POLICY_NAMES:  # before anything is loaded, and before a cluster starts
+        raise UnknownPolicy(given["policy"], POLICY_NAMES)
     budget = options.budget
     if budget is not None and budget.strip().isdecimal():
         if len(budget) > DIGITS:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -95,7 +96,7 @@ def serve(
         "With --ray: the most that are loaded while all slots are in use."))] = None,
     as_json: Json = False,
 ) -> None:
-    _expect_together(command, ray)
+    _expect_together(command, ray, timeout)
     missing = [package for package in ("starlette", "uvicorn", "prometheus_client")
                if importlib.util.find_spec(package) is None]
     if missing:
@@ -161,14 +162,17 @@ def serve(
             raise ConfigError(f"no server has started on {host}:{port}; what is printed above tells why")
 
 
-def _expect_together(command: typer.Context, ray: bool) -> None:
-    """Raises ConfigError: an option that has no effect with --ray, or without it."""
+def _expect_together(command: typer.Context, ray: bool, timeout: float) -> None:
+    """Raises ConfigError: an option that has no effect with --ray, or without it, or cannot be with it."""
     given = on_command_line(command, ("grace",) if ray else ("replicas", "max_replicas", "ray_address"))
     if given and ray:
         raise ConfigError(f"found {given[0]} and --ray, with which running answers get --timeout to finish; expected "
                           "one of them")
     if given:
         raise ConfigError(f"found {given[0]} and no --ray; expected --ray with it")
+    if ray and not math.isfinite(timeout):
+        raise ConfigError(f"found --timeout {timeout} and --ray, where a replica that is to end waits as long for its "
+                          "answers; expected a finite number of seconds")
 
 
 def _no_template(model: str) -> ConfigError:

@@ -31,7 +31,7 @@ from locret_stream.cli.options import (
 )
 from locret_stream.cli.output import err, in_bytes, out, print_json
 from locret_stream.cli.text_input import stdin_is_terminal
-from locret_stream.errors import ConfigError, SnapshotError
+from locret_stream.errors import ConfigError, SnapshotError, UnknownPolicy
 
 if TYPE_CHECKING:
     from locret_stream.runtime import Runtime
@@ -160,7 +160,12 @@ def _replays(command: typer.Context, options: RuntimeOptions, store: Store, name
             alike.append((settings, [name]))
     problems = dict[str, str]()
     for settings, those in alike:
-        problems |= _replayed(make_runtime(options, store=store, **settings), those)
+        try:
+            runtime = make_runtime(options, store=store, **settings)
+        except UnknownPolicy as error:  # of a newer version, or the user's own: the other sessions are replayed
+            problems |= dict.fromkeys(those, f"cannot be replayed: {error}")
+        else:
+            problems |= _replayed(runtime, those)
     return dict(sorted(problems.items()))
 
 

@@ -91,6 +91,7 @@ class Attachment:
         fingerprint: of the weights' content and the attention config, the same in float32 and bfloat16.
         form: quantisation and active adapters in words.
         adapters: names of the adapters that were active when the attachment was made, and stay so in it.
+        packed_bytes: of copies of weights, see `pack_weights`.
     """
 
     def __init__(self, model: PreTrainedModel, attn: str):
@@ -133,7 +134,7 @@ class Attachment:
             quicken(tree)
             fuse(tree)
         self._plain_head = self._probe_head()
-        self.fingerprint, self.users = fingerprint(model), 0
+        self.fingerprint, self.users, self.packed_bytes = fingerprint(model), 0, 0
 
     @functools.cached_property
     def sketch(self) -> str:
@@ -164,9 +165,9 @@ class Attachment:
         if len(devices) > 1:
             raise UnsupportedModel(f"{what} needs a model on one device; found its layers on {sorted(devices)}")
 
-    def pack_weights(self) -> int:
-        """Read bf16 weights on a CPU from packed copies, as `linears.pack` says; returns the bytes that these take."""
-        return pack((self._decoder, self._shadow))
+    def pack_weights(self) -> None:
+        """Read bf16 weights on a CPU from packed copies, as `linears.pack` says."""
+        self.packed_bytes = pack((self._decoder, self._shadow))
 
     def check_heads(self, heads: RetainingHeads) -> None:
         """Raises HeadsMismatch: the heads are of another model."""

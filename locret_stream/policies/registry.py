@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 
-from locret_stream.config import is_number
+from locret_stream.config import POLICY_NAMES, is_number
 from locret_stream.errors import ConfigError, UnknownPolicy
 from locret_stream.heads import RetainingHeads
 from locret_stream.policies.base import Policy
@@ -27,6 +27,7 @@ POLICIES: dict[str, type[Policy]] = {
     policy.name: policy for policy in (Full, H2O, InfLLM, KeyDiff, KVzap, Locret, NaCl, Random, Scissorhands, SirLLM,
                                        SnapKV, StreamingLLM, TOVA, TrimKV)
 }
+assert tuple(sorted(POLICIES)) == POLICY_NAMES, "verbs refuse other names before anything is loaded"
 
 Knob = float | int | str
 MOST = 2**31 - 1  # of a knob that is a count: the largest 32-bit index

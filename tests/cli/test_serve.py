@@ -65,7 +65,8 @@ def ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
 
 @pytest.mark.parametrize(("more", "told"), [
-    ((), "has no chat template"), (("--model", "nowhere/at/all"), "nowhere/at/all")])
+    ((), "has no chat template"), (("--model", "nowhere/at/all"), "nowhere/at/all"),
+    (("--policy", "keydif"), "unknown policy 'keydif'"), (("--timeout", "inf"), "expected a finite number of seconds")])
 def test_with_ray_what_no_replica_could_serve_is_told_before_a_cluster_starts(
         tiny: Path, tmp_path: Path, ray: list[str], more: tuple[str, ...], told: str):
     base = without_template(tiny, tmp_path / "base")

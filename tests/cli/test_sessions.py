@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from locret_stream.runtime import as_saved
 from locret_stream.snapshot import Store
 from tests.cli.command import invoke, mistake, start, wait_for, wait_until_idle
 from tests.processes import PIPE
@@ -46,7 +47,8 @@ def test_a_session_goes_on_in_the_next_run_and_is_looked_after(small: list[str],
     assert code == 0 and not list((tmp_path / "store").rglob("*.snap"))
 
 
-def test_sessions_of_several_settings_are_replayed_each_with_its_own(small: list[str], tmp_path: Path):
+def test_sessions_of_several_settings_are_replayed_each_with_its_own(small: list[str], tmp_path: Path,
+                                                                      monkeypatch: pytest.MonkeyPatch):
     """Policies, budgets, chunk sizes and bits; an option that is given counts instead."""
     store, model = ["--store", str(tmp_path)], small[:2]
     others = {"a": [], "b": [], "c": ["--policy", "h2o"], "d": ["--store-bits", "8,4", "--budget", "112"],
@@ -60,6 +62,13 @@ def test_sessions_of_several_settings_are_replayed_each_with_its_own(small: list
     code, out, _ = invoke("snapshots", "verify", *store, *model, "--replay", "--policy", "h2o", "--json")
     replays = json.loads(out)["replays"]
     assert code == 1 and not replays["c"] and all("other policy" in replays[name] for name in "abde")
+    settings_of = as_saved.settings_of
+    monkeypatch.setattr(as_saved, "settings_of", lambda identity: settings_of(identity) | (
+        {"policy": "of_my_own"} if identity.policy == "h2o" else {}))
+    code, out, _ = invoke("snapshots", "verify", *store, *model, "--replay", "--json")
+    replays = json.loads(out)["replays"]
+    assert code == 1 and "cannot be replayed: unknown policy 'of_my_own'" in replays.pop("c"), replays
+    assert set(replays.values()) == {""}, "what a policy of the user's own read leaves the others to be replayed"
 
 
 def test_an_empty_store_is_sound_and_says_so(tmp_path: Path):

@@ -19,6 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from locret_stream import Runtime, StreamingContext
 from locret_stream.config import Budget
 from locret_stream.context import streams
+from locret_stream.models import attach
 from locret_stream.text import FrameState
 from tests import tiny_tokenizers
 from tests.kit import assert_same
@@ -39,7 +40,8 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 @cache
 def model(layers: int = 2, seed: int = 0, hidden: int = 32) -> LlamaForCausalLM:
-    """A random Llama whose weights are large enough that attention matters; tests never change it."""
+    """A random Llama whose weights are large enough that attention matters; tests never change it. It stays attached,
+    as to attach it anew would take most of the time of a small test."""
     config = LlamaConfig(vocab_size=len(tokenizer()), hidden_size=hidden, intermediate_size=48, num_attention_heads=4,
                          num_hidden_layers=layers, num_key_value_heads=2, max_position_embeddings=2048,
                          pad_token_id=0, bos_token_id=1, eos_token_id=2)
@@ -47,7 +49,8 @@ def model(layers: int = 2, seed: int = 0, hidden: int = 32) -> LlamaForCausalLM:
     for parameter in made.parameters():
         draw = torch.randn(parameter.shape, generator=noise)
         parameter.data = parameter.data + 0.1 * draw if parameter.dim() == 1 else draw * parameter.shape[-1] ** -0.5
-    return made.eval()
+    attach(made.eval())
+    return made
 
 
 def unstarted(**options: Any) -> Runtime:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import sys
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -637,23 +638,16 @@ def test_a_slot_that_a_finaliser_gives_back_is_given_on():
     assert done.stdout == "0\n1 2 3 4 0 0\n", done.stderr
 
 
-DROPPED = """
-import asyncio, gc
-from tests.context.support import unstarted
-
-async def main():
-    async with unstarted(max_live=1, slot_timeout_s=5) as runtime:
+@pytest.mark.filterwarnings("error::ResourceWarning")
+async def test_a_context_that_is_dropped_gives_its_slot_back_though_warnings_are_errors(
+        monkeypatch: pytest.MonkeyPatch):
+    told: list[str] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda raised: told.append(str(raised.exc_value)))
+    async with tiny(max_live=1, slot_timeout_s=5) as runtime:
         ctx = await runtime.open(raw=True).__aenter__()
         await ctx.push([5, 6, 7])
         del ctx
         gc.collect()
+        assert len(told) == 1 and "dropped and never closed" in told[0]
         async with runtime.open(raw=True) as fresh:
-            print(await fresh.push([7]))
-
-asyncio.run(main())
-"""
-
-
-def test_a_context_that_is_dropped_gives_its_slot_back_though_warnings_are_errors():
-    done = run_python("-W", "error::ResourceWarning", "-c", DROPPED, timeout_s=120)
-    assert done.stdout == "1\n" and "dropped and never closed" in done.stderr, done.stderr
+            assert await fresh.push([7]) == 1

@@ -26,6 +26,7 @@ from langchain_locret.messages import ROLES
 from locret_stream import Runtime
 from locret_stream.context import StreamingContext, streams
 from locret_stream.engine import state
+from locret_stream.models import attach
 from locret_stream.text import TextCodec
 
 BUNDLED = Path(locret_stream.__file__).parent / "assets" / "bundled"
@@ -48,10 +49,13 @@ def pieces() -> list[bytes]:
 
 @cache
 def tiny_model() -> LlamaForCausalLM:
+    """It stays attached, as to attach it anew would take most of the time of a small test."""
     torch.manual_seed(0)
-    return LlamaForCausalLM(LlamaConfig(
+    made = LlamaForCausalLM(LlamaConfig(
         vocab_size=1536, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
         num_key_value_heads=1, max_position_embeddings=65536, eos_token_id=tokenizer().eos_token_id)).eval()
+    attach(made)
+    return made
 
 
 class Script:

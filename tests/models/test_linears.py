@@ -201,6 +201,7 @@ async def test_a_runtime_packs_the_weights_that_it_loads_itself(packs: bool, tmp
             for one in runtimes:
                 kinds = {getattr(vars(module).get("forward"), "func", None) for module in one.attachment.linears}
                 assert (packed_linear in kinds) == packs
+                assert (one.memory.bytes_packed > 0) == packs
             state = runtime.engine.open(0)
             runtime.engine.accept(state, range(3, 16))
             logits = runtime.engine.logits(state)
