@@ -100,14 +100,22 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
         """Windows of the layers, [L]."""
         return tuple(unit.sliding for unit in self.units)
 
+    @property
+    def alike(self) -> bool:
+        """Whether a unit has the same shape in every layer."""
+        return len(self._forms) == 1
+
+    @property
+    def _forms(self) -> set[UnitShape]:
+        return {msgspec.structs.replace(unit, sliding=None) for unit in self.units}
+
     def one_unit(self, what: str) -> UnitShape:
         """The shape of a unit in every layer. Raises ConfigError: the layers differ, and `what` needs layers alike."""
-        alike = {msgspec.structs.replace(unit, sliding=None) for unit in self.units}
-        if len(alike) > 1:
-            forms = sorted({(unit.kv_heads, *unit.dims) for unit in alike})
+        if not self.alike:
+            forms = sorted({(unit.kv_heads, *unit.dims) for unit in self._forms})
             raise ConfigError(f"{what} need layers that are alike; found layers of {forms} (KV heads, numbers of K and "
                               "of V): expected a policy that needs none, such as 'keydiff'")
-        return alike.pop()
+        return self._forms.pop()
 
     @property
     def most_heads(self) -> int:
@@ -214,12 +222,13 @@ class StreamConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The settings that the committed state of a context depends on, beside the model and the tokens.
 
     Args:
+        policy: its name, "" where whoever makes the engine knows it.
         store_bits: of a channel of committed K and of V; 16 keeps them as the model has them (`check_store_bits`).
     """
 
     budget: Budget
     chunk_size: int = 1024
-    policy: str = "locret"
+    policy: str = ""
     knobs: dict[str, float | int | str | bool] = {}
     store_bits: tuple[int, int] = (16, 16)
 

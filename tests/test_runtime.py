@@ -385,7 +385,7 @@ async def test_open_context_is_one_context_in_a_private_runtime(folder: str):
         await ctx.feed("x")
     assert not our_threads()
     with pytest.raises(ConfigError, match="needs retaining heads"):
-        async with open_context(folder, budget=UNITS):
+        async with open_context(folder, policy="locret", budget=UNITS):
             pass
     assert not our_threads()
 

@@ -123,7 +123,7 @@ def demo(
     stream: Annotated[Path | None, typer.Option(exists=True, dir_okay=False, help=(
         "A text of your own instead of the standard library's sources."))] = None,
     text: TextOptions,
-    policy: Policy = "locret",
+    policy: Policy = None,
     model: Model = "bundled",
     heads: Heads = None,
     recall: Annotated[bool, typer.Option("--recall/--no-recall", help="Ask once more with recall.")] = True,
@@ -144,15 +144,16 @@ def demo(
         raise ConfigError(f"found {lone[0]} and no --stream; expected --stream with it")
     lines = None if stream is None else Lines(stream, text)
     summary = Summary()
-    names = [policy, "sinks + recent"] if compare else [policy]
     options = RuntimeOptions(model=model, heads=heads, policy=policy, budget=None if budget is None else str(budget),
                              chunk_size=chunk_size, recall=recall)
 
     with interruptible(summary), tempfile.TemporaryDirectory(prefix="locret-demo-") as folder:
         runtimes = [make_runtime(options, **({"store": folder, "autosave": False} if restart else {}))]
         units, chunk = runtimes[0].engine.config.budget.units, runtimes[0].engine.chunk_size
+        names = [runtimes[0].engine.policy.name]
         if compare:
             runtimes.append(beside(runtimes[0], "streaming_llm"))
+            names.append("sinks + recent")
 
         async def show() -> None:
             async with AsyncExitStack() as stack:

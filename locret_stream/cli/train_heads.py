@@ -259,9 +259,10 @@ def train_heads(
             training.store_key_means(attachment, to, examples)
     _report(result, divided, tuned, as_json)
     if not as_json:
+        from locret_stream.policies import usual_policy
         policy = training.policy_for(config)
         out.print(f"use them: locret-stream run TEXT --model {model} --heads {result.out}"
-                  + (f" --policy {policy}" if policy != "locret" else "")
+                  + (f" --policy {policy}" if policy != usual_policy(with_heads=True) else "")
                   + (f" --budget {division.units} --chunk-size {division.chunk_size}" if divided else
                      f" --budget {tune_config.units} --chunk-size {tune_config.chunk_size}" if tune_config else ""),
                   soft_wrap=True)

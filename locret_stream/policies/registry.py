@@ -29,8 +29,17 @@ POLICIES: dict[str, type[Policy]] = {
 }
 assert tuple(sorted(POLICIES)) == POLICY_NAMES, "verbs refuse other names before anything is loaded"
 
+WITH_HEADS, WITHOUT_HEADS = Locret.name, KeyDiff.name
+"""What is taken where no policy is named. Of those that need no heads KeyDiff keeps most of what is asked about later,
+over the tasks and budgets of docs/benchmarks.md, and it needs nothing but keys, which every kind of model has."""
+
 Knob = float | int | str
 MOST = 2**31 - 1  # of a knob that is a count: the largest 32-bit index
+
+
+def usual_policy(*, with_heads: bool) -> str:
+    """The policy of a memory for which none is named."""
+    return WITH_HEADS if with_heads else WITHOUT_HEADS
 
 
 def make_policy(name: str, knobs: dict[str, Knob] | None = None, heads: RetainingHeads | None = None) -> Policy:
@@ -89,7 +98,7 @@ def _fitting(kind: type[Policy], heads: RetainingHeads | None) -> RetainingHeads
     """The heads, if the policy can score with them. Raises ConfigError."""
     if heads is None:
         raise ConfigError(f"policy {kind.name!r} needs retaining heads; expected heads=<folder>, made by "
-                          "`locret-stream train-heads`, or another policy such as 'keydiff'")
+                          f"`locret-stream train-heads`, or another policy such as {WITHOUT_HEADS!r}")
     config = heads.config
     if config.output != kind.output or kind.features not in (None, config.features):
         other = next(policy for policy in POLICIES.values() if "heads" in _parameters(policy)

@@ -28,10 +28,11 @@ from locret_stream.errors import ConfigError, ContextBusy, ContextClosed
 from locret_stream.heads import RetainingHeads
 from locret_stream.models import Attachment, architecture, attach, detach
 from locret_stream.named_models import model_path, named_model
-from locret_stream.policies import POLICIES, Policy, make_policy
+from locret_stream.policies import POLICIES, Policy, make_policy, usual_policy
 from locret_stream.runtime.loading import check_device, check_dtype, in_passing, load_model, load_tokenizer
 from locret_stream.runtime.sharing import SlotSharing
 from locret_stream.runtime.slots import CLOSED, throttler
+from locret_stream.runtime.told import without_heads
 from locret_stream.snapshot import Expected, Identity, Store, check_name
 from locret_stream.snapshot.identity import Earlier, canonical, digest_tensors, digest_text, settings_text
 from locret_stream.text import ChatFrame, TextCodec
@@ -69,7 +70,7 @@ class Runtime:
     """
 
     def __init__(self, model: Any, tokenizer: Any, *, heads: str | Path | RetainingHeads | None = None,
-                 policy: str | Policy = "locret", knobs: dict[str, Any] | None = None,
+                 policy: str | Policy | None = None, knobs: dict[str, Any] | None = None,
                  budget: int | str | Budget | None = None, chunk_size: int | None = None,
                  sinks: int | None = None, stabilizers: int | None = None, max_live: int = 4, scratch: int = 1,
                  template: str = "auto", acknowledge: str | None = "OK.", attn: str = "auto",
@@ -85,7 +86,8 @@ class Runtime:
             heads: retaining heads or their folder; the policies "locret", "kvzap" and "trimkv" score with them, and
                 every policy that evicts takes their budget shares.
             policy: one of `locret_stream.policies.POLICIES`, with its settings in `knobs`; or a Policy object, which no
-                other runtime uses.
+                other runtime uses. By default "locret" with heads and "keydiff" without, which is said in a line of
+                the log.
             budget: units per KV head, mean over the layers; or bytes of one context ("512MiB"); or a Budget. By default
                 a quarter of the model's window, at most 6,000.
             chunk_size: tokens between two evictions; by default a sixteenth of the window, at most 1,024.
@@ -131,7 +133,7 @@ class Runtime:
                 raise ConfigError(f"policy {policy.name!r} was given as an object, and its settings are not in "
                                   "`policy.knobs`, so snapshots could not record them; expected its name, or knobs set "
                                   "in its constructor")
-        elif policy not in POLICIES:
+        elif policy is not None and policy not in POLICIES:
             make_policy(policy)  # raises UnknownPolicy, with the closest name
         if template_options is not None and (not isinstance(template_options, Mapping) or not all(
                 isinstance(name, str) and name not in NO_OPTIONS for name in template_options)):
@@ -156,6 +158,7 @@ class Runtime:
         self.recall = Recall() if recall is True else recall or None
         self.throttle = None if ingest_rate is None else throttler(float(ingest_rate))
         self._open = self._closing = self._own_model = False
+        self._called = ""  # what the model was loaded by
         self._names = self._number = 0
 
     @classmethod
@@ -188,7 +191,7 @@ class Runtime:
         dtype = check_dtype(dtype)
         made = cls(lambda: load_model(model_path(model), dtype, device, quantization),
                    lambda: load_tokenizer(model_path(model)), **options)
-        made._own_model = True
+        made._own_model, made._called = True, str(model)
         return made
 
     # -- opening and closing ----------------------------------------------------------------------------------
@@ -229,7 +232,7 @@ class Runtime:
                         template=self._template, acknowledge=self.acknowledge, attn=self._attn,
                         slot_timeout_s=self._timeout_s, store_bits=config.store_bits, decode_copy=self._decode_copy,
                         template_options=self._template_options)
-        other._number, other._own_model = self._number + own_thread, self._own_model
+        other._number, other._own_model, other._called = self._number + own_thread, self._own_model, self._called
         return other
 
     def start(self) -> None:
@@ -257,6 +260,8 @@ class Runtime:
         if len(windows) == len(shape.sliding):
             _log.warning("every layer of this model attends to its last %s tokens alone, so no policy can keep others; "
                          "expected a model with a layer of full attention", f"{max(windows):,}")
+        if self._policy is None and self._heads is None:
+            _log.warning("%s", without_heads(shape, self._called or getattr(model, "name_or_path", "") or "MODEL"))
         self.geometry = self.engine.geometry
         self.slots = SlotSharing(self.max_live, self.scratch, self._timeout_s)
         self._open = True
@@ -282,7 +287,8 @@ class Runtime:
         means = None
         if heads is not None and heads.key_means is not None:
             means = heads.key_means.clone()  # the caller's stay theirs
-        policy = self._policy if isinstance(self._policy, Policy) else make_policy(self._policy, self._knobs, heads)
+        policy = self._policy if isinstance(self._policy, Policy) else make_policy(
+            self._policy or usual_policy(with_heads=heads is not None), self._knobs, heads)
         # A policy that never evicts is full as soon as its smallest layer is.
         shares = heads.config.budget_shares if heads is not None and policy.bounded else None
         usual_budget, usual_chunk = usual_memory(attachment.shape.window)

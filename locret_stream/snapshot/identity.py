@@ -81,6 +81,7 @@ class Expected:
 
 
 _AS_SETTINGS = ("architecture",)
+_SCORED = ("heads", "policy")  # which together say what stays
 
 
 def expected_of(identity: Identity | Expected) -> Expected:
@@ -101,9 +102,11 @@ def expect_same(found: Identity, expected: Identity | Expected, what: str, saved
         if name in _AS_SETTINGS and not part:  # one is of an earlier library, of which only the digest is known
             there, here = (text if len(text) <= 32 else f"digest {digest_text(text)}" for text in (there, here))
         hint = expected.earlier[name].hint if name in expected.earlier else ""
+        made_with = "what it was made with" if name not in _SCORED else (
+            f"policy={found.policy!r} (--policy {found.policy}) and {'those' if found.heads else 'no'} heads")
         raise SnapshotMismatch(f"{what} was made with other {name}{part and f' ({part})'}: found {there or 'none'}, "
-                               f"expected {here or 'none'}{hint and f' ({hint})'}; open it with what it was made with, "
-                               "or under a new name", field=name, found=stored, expected=wanted)
+                               f"expected {here or 'none'}{hint and f' ({hint})'}; open it with {made_with}, or under "
+                               "a new name", field=name, found=stored, expected=wanted)
 
 
 def settings_text(given: Mapping[str, Any], usual: Mapping[str, Any]) -> str:

@@ -241,6 +241,11 @@ def _new_heads(attachment: Attachment, config: TrainConfig) -> RetainingHeads:
                           "there; expected a layer with full attention")
     assert config.label is not None, "TrainConfig chooses one where none is given"
     unit = shape.one_unit("retaining heads")
+    if config.features == "qkv" and unit.key_dim != unit.value_dim:
+        raise ConfigError("train: features is 'qkv', and " + (
+            f"keys of this model have {unit.key_dim} numbers, values {unit.value_dim}" if unit.value_dim else
+            "this model keeps latents, which are keys and values at once")
+            + "; expected features='hidden' (--features hidden), heads that read the hidden state")
     described = HeadsConfig(
         layers=shape.layers, query_heads=unit.query_heads, kv_heads=unit.kv_heads,
         head_dim=unit.key_dim, width=config.width, act=config.act or attachment.activation,

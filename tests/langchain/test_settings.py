@@ -29,11 +29,11 @@ def test_what_belongs_to_a_runtime_or_a_store_is_not_given_beside_it(tmp_path: P
             LocretChatModel(runtime=runtime(tmp_path), **{name: value})
 
 
-def test_a_model_without_heads_is_told_so_at_once(tmp_path: Path):
+def test_a_policy_with_heads_and_none_given_is_told_so_at_once(tmp_path: Path):
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ValueError, match='policy="keydiff"'):
-        LocretChatModel(model=str(tmp_path))
-    assert LocretChatModel(model=str(tmp_path), policy="keydiff").profile
+        LocretChatModel(model=str(tmp_path), policy="locret")
+    assert LocretChatModel(model=str(tmp_path)).profile  # takes one without
 
 
 @pytest.mark.parametrize("messages", [

@@ -38,9 +38,9 @@ def _template_in(folder: Path) -> str | None:
 
 def check_heads(model: str, heads: Any, policy: str | None) -> None:
     """Raises:
-        ConfigError: the model is a folder, the policy scores with retaining heads, and none were given.
+        ConfigError: the model is a folder, the policy named scores with retaining heads, and none were given.
     """
-    if named_model(model) is None and heads is None and policy in (None, "locret") and (
+    if named_model(model) is None and heads is None and policy == "locret" and (
             Path(model).expanduser() / "config.json").is_file():
         raise ConfigError(f"{model} was given without heads=, which the policy 'locret' scores with; expected "
                           'policy="keydiff", which needs none, or heads=<folder> made by `locret-stream train-heads`')
