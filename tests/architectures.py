@@ -70,6 +70,12 @@ STATEFUL = {
         num_experts_per_tok=2, shared_intermediate_size=48, attention_multiplier=0.25,
         layer_types=["linear_attention", "full_attention", "linear_attention", "full_attention"]),
     "falcon-h1": lambda: tf.FalconH1Config(**BASE, **_MAMBA, mamba_d_ssm=128, head_dim=16),
+    "jamba": lambda: tf.JambaConfig(
+        **BASE, mamba_d_state=8, mamba_d_conv=4, mamba_expand=2, mamba_dt_rank=8, attn_layer_period=2,
+        attn_layer_offset=0, num_experts=4, num_experts_per_tok=2, expert_layer_period=2, expert_layer_offset=1),
+    "zamba": lambda: tf.ZambaConfig(
+        **BASE | dict(num_key_value_heads=4), attention_hidden_size=128, attention_head_dim=32, mamba_d_state=8,
+        mamba_dt_rank=8, n_mamba_heads=2, layers_block_type=["linear_attention", "hybrid", "hybrid"]),
 }
 """Models with layers that carry a recurrent state, beside attention or in place of it."""
 

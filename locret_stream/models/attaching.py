@@ -144,7 +144,7 @@ def self_test(model: PreTrainedModel, attachment: Attachment) -> float:
     if gap <= tolerance:
         return gap
     if attachment.states:  # layers with a recurrent state sum in another order when they read in pieces
-        own = _gap(_stock_in_pieces(model, ids), expected, expected.std())
+        own = _gap(_stock_in_pieces(model, ids, attachment.stepwise), expected, expected.std())
         if own > OF_STATES:
             raise UnsupportedModel(
                 f"{type(model).__name__}: its own forward forgets: read in pieces, with transformers' own cache, its "
@@ -180,11 +180,13 @@ def _right_in_float32(model: PreTrainedModel) -> bool:
     return True
 
 
-def _stock_in_pieces(model: PreTrainedModel, ids: Tensor) -> Tensor:
-    """Logits [1, T, vocab] fp32 of the stock model that reads the same pieces with a cache of transformers."""
+def _stock_in_pieces(model: PreTrainedModel, ids: Tensor, stepwise: bool) -> Tensor:
+    """Logits [1, T, vocab] fp32 of the stock model that reads the same pieces with a cache of transformers; one token
+    at a time behind the first of them where it forgets otherwise (`stepwise`)."""
     stock, cache = shadow(model), DynamicCache(config=model.config.get_text_config(decoder=True))
+    sizes = [PIECES[0], *[1] * sum(PIECES[1:])] if stepwise else PIECES
     return torch.cat([stock(part[None], past_key_values=cache, use_cache=True).logits
-                      for part in ids.split(PIECES)], 1).float()
+                      for part in ids.split(sizes)], 1).float()
 
 
 def _gap(found: Tensor, expected: Tensor, scale: Tensor) -> float:

@@ -30,6 +30,7 @@ from locret_stream.models.calls import LayerCall, Step, additive_mask
 from locret_stream.models.indexed import chosen_at_most
 from locret_stream.models.latent import keep_latents, latent_of
 from locret_stream.models.linears import pack, quicken
+from locret_stream.models.mixers import read_one_by_one
 from locret_stream.models.norms import fuse
 from locret_stream.models.probing import probe, shape_of
 from locret_stream.models.recurrent import Carried
@@ -86,7 +87,8 @@ class Attachment:
     Attributes:
         shape: sizes of the model.
         places: by layer, its device and dtype. shares: whether layers read the units of others. states: the tensors of
-            its recurrent state, in layers that have one.
+            its recurrent state, in layers that have one. stepwise: whether some of these go on from it one token at a
+            time.
         last_device: where hidden states come out.
         fingerprint: of the weights' content and the attention config, the same in float32 and bfloat16.
         form: quantisation and active adapters in words.
@@ -116,7 +118,10 @@ class Attachment:
         this = weakref.ref(self)
         for module in decoder.modules():  # a probe shows which of them attend
             module.locret_attachment = this
-        layers, self.states, self.last_device = probe(model, decoder, self._config, self._rotary, self._ask)
+        layers, self.states, stepwise, self.last_device = probe(model, decoder, self._config, self._rotary, self._ask)
+        for module in stepwise:
+            read_one_by_one(module)
+        self.stepwise = bool(stepwise)
         self.shares = any(layer.reads is not None for layer in layers)
         keeping = [layer for layer in layers if layer.reads is None]
         for layer in layers:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache, LinearAttentionCacheLayerMixin, get_layer_types_and_kwargs
 
@@ -17,6 +17,7 @@ from locret_stream.cache import StateTensor
 from locret_stream.config import ModelShape, UnitShape
 from locret_stream.errors import UnsupportedModel
 from locret_stream.models.calls import LayerCall
+from locret_stream.models.mixers import forgetful, mixing
 from locret_stream.models.recurrent import Carried
 from locret_stream.models.refusals import ATTENDING, why_not
 from locret_stream.models.rotary import Rotary, Source
@@ -40,11 +41,12 @@ class Probed:
 
 @torch.no_grad()
 def probe(model: PreTrainedModel, decoder: Any, config: Any, rotary: Rotary, ask: Ask
-          ) -> tuple[list[Probed], tuple[StateTensor, ...], torch.device]:
+          ) -> tuple[list[Probed], tuple[StateTensor, ...], list[nn.Module], torch.device]:
     """Which modules of the decoder attend, in order, and what each gives to attention; the forms of the recurrent
-    state; and the device where hidden states come out. The parameters of a quantised or offloaded model have other
-    dtypes and devices, so they do not tell. As attention gives zeros, layers behind it get the same with and without
-    RoPE: a layer whose keys are the same has none.
+    state, and the modules that go on from it for one token only (`mixers`); and the device where hidden states come
+    out. The parameters of a quantised or offloaded model have other dtypes and devices, so they do not tell. As
+    attention gives zeros, layers behind it get the same with and without RoPE: a layer whose keys are the same has
+    none.
 
     Raises:
         UnsupportedModel: nothing attends, or the layers differ in dtype.
@@ -52,7 +54,8 @@ def probe(model: PreTrainedModel, decoder: Any, config: Any, rotary: Rotary, ask
     first = next((t.device for t in model.get_input_embeddings().parameters() if not t.is_meta), "cpu")
     ids = torch.arange(3, device=first)[None]
     carried = Carried(config) if _has_states(config) else None
-    out, plain = ask(ids, carried)
+    with mixing(decoder) as mixers:
+        out, plain = ask(ids, carried)
     modules = [module for module, _ in plain]
     _expect_alike(model, modules, {call.k.dtype for _, call in plain})
     sources: dict[int, Source | None] = {}
@@ -70,7 +73,10 @@ def probe(model: PreTrainedModel, decoder: Any, config: Any, rotary: Rotary, ask
             raise UnsupportedModel(f"{type(model).__name__}: layer {number} turns its keys by position in a way of "
                                    f"its own; {why_not(model)}")
         layers.append(Probed(number, module, call, sources[id(module)] if rotates else None, reads))
-    return layers, () if carried is None else carried.found(), out.device
+    if carried is None:
+        return layers, (), [], out.device
+    stepwise = forgetful([mixed for mixed in mixers if mixed.module not in modules], config, carried)
+    return layers, carried.found(), stepwise, out.device
 
 
 def shape_of(model: PreTrainedModel, config: Any, layers: list[Probed], chosen: int | None, state_bytes: int

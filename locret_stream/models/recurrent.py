@@ -12,7 +12,7 @@ from transformers.cache_utils import DynamicCache, LinearAttentionCacheLayerMixi
 
 from locret_stream.cache import StateTensor
 
-_KINDS = ("conv", "recurrent")
+KINDS = ("conv", "recurrent")
 
 
 class Carried(DynamicCache):
@@ -23,11 +23,14 @@ class Carried(DynamicCache):
         config: of the decoder.
         forms: of the state's tensors. tensors: their values, [B, ...] each, which the forward may overwrite; none for
             the beginning of a stream.
+
+    Attributes:
+        goes_on: whether there is a state to go on from.
     """
 
     def __init__(self, config: Any, forms: Sequence[StateTensor] = (), tensors: Sequence[Tensor] = ()):
         super().__init__(config=config)
-        self._forms = forms
+        self._forms, self.goes_on = forms, bool(tensors)
         for form, tensor in zip(forms, tensors, strict=bool(tensors)):
             layer: Any = self.layers[form.layer]
             getattr(layer, f"{form.kind}_states")[form.index] = tensor
@@ -49,7 +52,11 @@ class Carried(DynamicCache):
     @property
     def tensors(self) -> list[Tensor]:
         """The state that the forward left, [B, ...] each, in the order of the forms."""
-        return [getattr(self.layers[form.layer], f"{form.kind}_states")[form.index] for form in self._forms]
+        return self.state_of(self._forms)
+
+    def state_of(self, forms: Sequence[StateTensor]) -> list[Tensor]:
+        """The tensors of these forms, [B, ...] each, as they are now."""
+        return [getattr(self.layers[form.layer], f"{form.kind}_states")[form.index] for form in forms]
 
     def found(self) -> tuple[StateTensor, ...]:
         """The forms of whatever state the forward left."""
@@ -57,7 +64,7 @@ class Carried(DynamicCache):
         for number, layer in enumerate(self.layers):
             if not isinstance(layer, LinearAttentionCacheLayerMixin):
                 continue
-            for kind in _KINDS:
+            for kind in KINDS:
                 states: dict[int, Tensor | None] = getattr(layer, f"{kind}_states")
                 forms += [StateTensor(number, kind, index, tuple(tensor.shape[1:]), tensor.dtype, tensor.device)
                           for index, tensor in states.items() if tensor is not None]

@@ -17,11 +17,11 @@ from tests.engine.test_laws import operation, play
 from tests.kit import assert_same, build, examples, feed, ids_of, logits_at_each, model, stock_logits
 
 POLICIES = {"qwen3.5": "h2o", "lfm2": "tova", "granite4-h": "keydiff", "falcon-h1": "snapkv", "gemma4-e2b": "keydiff",
-            "gemma4-moe": "h2o", "mimo": "h2o", "deepseek-v3": "keydiff", "deepseek-v3.2": "tova", "kimi-linear": "h2o",
-            "ministral3": "tova"}
+            "jamba": "h2o", "zamba": "tova", "gemma4-moe": "h2o", "mimo": "h2o", "deepseek-v3": "keydiff",
+            "deepseek-v3.2": "tova", "kimi-linear": "h2o", "ministral3": "tova"}
 KINDS = ["lfm2", "gemma4-e2b", "deepseek-v3", "qwen3.5", "mimo", "ministral3", "falcon-h1", "gemma4-moe", "granite4-h",
-         "deepseek-v3.2", "kimi-linear"]
-WITH_STATE = ["lfm2", "qwen3.5", "falcon-h1", "granite4-h", "kimi-linear"]
+         "deepseek-v3.2", "jamba", "zamba", "kimi-linear"]
+WITH_STATE = ["lfm2", "qwen3.5", "jamba", "falcon-h1", "granite4-h", "zamba", "kimi-linear"]
 UNITS, CHUNK = 20, 8
 SLOW = "kimi-linear"  # whose layers without attention take transformers' slow way on CPUs
 CLOSE = 2e-5, 1e-3
