@@ -46,6 +46,8 @@ class UnitShape(msgspec.Struct, frozen=True, kw_only=True):
         kv_heads: H. groups: query heads that share a KV head, G.
         key_dim, value_dim: numbers of K and of V, D. V of 0 numbers: K is V, too, as latent attention has it.
         sliding: how many of the last tokens the layer sees; None: all.
+        blocks: whether it sees of these only the tokens of its own block: its window does not slide along, but begins
+            anew at every multiple of its length (chunked attention, Llama 4).
     """
 
     kv_heads: int
@@ -53,6 +55,11 @@ class UnitShape(msgspec.Struct, frozen=True, kw_only=True):
     key_dim: int
     value_dim: int
     sliding: int | None = None
+    blocks: bool = False
+
+    def reach(self, position: int) -> int | None:
+        """How many of the last tokens the token at that position sees, itself included; None: all."""
+        return position % self.sliding + 1 if self.sliding and self.blocks else self.sliding
 
     @property
     def dims(self) -> tuple[int, int]:
@@ -107,7 +114,7 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def _forms(self) -> set[UnitShape]:
-        return {msgspec.structs.replace(unit, sliding=None) for unit in self.units}
+        return {msgspec.structs.replace(unit, sliding=None, blocks=False) for unit in self.units}
 
     def one_unit(self, what: str) -> UnitShape:
         """The shape of a unit in every layer. Raises ConfigError: the layers differ, and `what` needs layers alike."""

@@ -108,10 +108,18 @@ LATENT = {
 }
 """Models whose units are latents."""
 
-CONFIGS = PLAIN | STATEFUL | BY_LAYER | LATENT | {
+BY_POSITION = {
     "ministral3": lambda: tf.Ministral3Config(**BASE, head_dim=16, sliding_window=None, rope_parameters=_rope(
         "yarn", factor=16.0, original_max_position_embeddings=16, beta_fast=32.0, beta_slow=1.0, mscale=1.0,
-        mscale_all_dim=1.0, llama_4_scaling_beta=0.1))}
+        mscale_all_dim=1.0, llama_4_scaling_beta=0.1)),
+    "llama4": lambda: tf.Llama4TextConfig(
+        **BASE | dict(num_hidden_layers=4), head_dim=16, intermediate_size_mlp=96, num_local_experts=4,
+        num_experts_per_tok=1, attention_chunk_size=12, floor_scale=16, no_rope_layers=[1, 1, 1, 0],
+        layer_types=["chunked_attention"] * 3 + ["full_attention"]),
+}
+"""Models that do something to queries by position, or whose layers see blocks of the stream."""
+
+CONFIGS = PLAIN | STATEFUL | BY_LAYER | LATENT | BY_POSITION
 
 
 def make(name: str, *, attn: str | None = None, dtype: torch.dtype = torch.float32, seed: int = 0,

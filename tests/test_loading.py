@@ -549,6 +549,27 @@ async def test_the_text_of_a_multimodal_folder_is_served_without_its_tower(tmp_p
     assert any(name.startswith("model.vision_tower") for name, _ in stock.named_parameters()), "an object stays whole"
 
 
+async def test_a_wrapper_whose_language_model_has_the_head_is_served(tmp_path: Path):
+    """As Llama 4 is built: from a folder as its text alone, and as an object."""
+    text = CONFIGS["llama4"]()
+    text.vocab_size = len(tokenizer())
+    tower = tf.Llama4VisionConfig(hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
+                                  image_size=32, patch_size=16, vision_output_dim=32, projector_input_dim=32,
+                                  projector_output_dim=32)
+    stock = tf.Llama4ForConditionalGeneration(tf.Llama4Config(text_config=text.to_dict(),
+                                                              vision_config=tower.to_dict())).eval()
+    stock.save_pretrained(tmp_path)
+    tokenizer().save_pretrained(tmp_path)
+    ids = ids_of(18)
+    sizes = []
+    for made in (Runtime.from_pretrained(tmp_path, dtype="float32", **SMALL), Runtime(stock, tokenizer(), **SMALL)):
+        async with made as runtime:
+            found = logits_at_each(runtime.engine, runtime.engine.open(0), ids)
+            assert (found - stock_logits(stock, ids)).abs().max() <= 1e-5
+            sizes.append(runtime.model.num_parameters())
+    assert sizes[0] < sizes[1], "no tower is held"
+
+
 async def test_a_memory_of_a_multimodal_model_is_that_of_its_text(tmp_path: Path):
     stock = multimodal()
     async with running(stock, store=tmp_path) as runtime, runtime.open("talk") as ctx:

@@ -98,7 +98,8 @@ def facts_of(runtime: Runtime, model: str) -> dict[str, Any]:
         "window": shape.window, "item_bytes": shape.item_bytes,
         "dtype": str(runtime.attachment.dtype).removeprefix("torch."), "device": str(runtime.attachment.device),
         "acknowledge": runtime.acknowledge, "policy": engine.policy.name, "chunk_size": engine.chunk_size,
-        "budgets": list(engine.budgets), "sliding": list(shape.sliding), "rope": list(engine.pool.rope),
+        "budgets": list(engine.budgets), "sliding": list(shape.sliding),
+        "blocks": [unit.blocks for unit in shape.units], "rope": list(engine.pool.rope),
         "store_bits": list(engine.config.store_bits), "firsts": list(engine.pool.firsts),
         "planes": engine.pool.planes, "slots": engine.pool.slots, "slot_bytes": engine.pool.slot_bytes,
         "state_bytes": shape.state_bytes, "layer_bytes": engine.pool.layer_bytes,
@@ -121,9 +122,10 @@ def show(facts: dict[str, Any]) -> None:
     table = Table(pad_edge=False)
     for heading in ("layer", "budget b_l", "kind", "b_l + chunk", "bytes of one context"):
         table.add_column(heading, justify="left" if heading == "kind" else "right")
-    for layer, (units, window, size) in enumerate(zip(facts["budgets"], facts["sliding"], facts["layer_bytes"],
-                                                      strict=True)):
-        table.add_row(str(layer), f"{units:,}", f"window {window:,}" if window else "full", f"{units + chunk:,}",
+    for layer, (units, window, blocks, size) in enumerate(zip(*(facts[name] for name in (
+            "budgets", "sliding", "blocks", "layer_bytes")), strict=True)):
+        kind = f"{'blocks of' if blocks else 'window'} {window:,}" if window else "full"
+        table.add_row(str(layer), f"{units:,}", kind, f"{units + chunk:,}",
                       in_bytes(size))
     out.print(table)
     out.print(f"{FORMULA if facts['store_bits'] == [16, 16] else FORMULA_IN_BITS}\n"

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from locret_stream.engine.layout import Layout
 from locret_stream.kernels import prefill_attention
-from locret_stream.models import Attachment, Attended, LayerCall, additive_mask
+from locret_stream.models import Attachment, Attended, LayerCall, additive_mask, visible
 
 MASKS = 4  # attention masks kept per device
 
@@ -26,38 +26,41 @@ class Attention:
         """Bytes of the cached masks."""
         return sum(mask.untyped_storage().nbytes() for mask in [*self._masks.values()])
 
-    def attend(self, call: LayerCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Attended, Tensor | None]:
+    def attend(self, call: LayerCall, q: Tensor, k: Tensor, v: Tensor, position: int) -> tuple[Attended, Tensor | None]:
         """Attention of the last T tokens, q [1, H*G, T, D], to all units, k and v [1, H, n+T, D], for `LayerCall`; and
-        the rows' log-sum-exp [H*G, T] where a kernel computes it and the policy needs it."""
-        new, total = q.shape[2], k.shape[2]
-        if self._by_kernel(call, total):
-            window = self.layout.shape.units[call.layer].sliding
+        the rows' log-sum-exp [H*G, T] where a kernel computes it and the policy needs it. `position`: of the first of
+        the tokens, in the stream."""
+        new, total, unit = q.shape[2], k.shape[2], self.layout.shape.units[call.layer]
+        window = unit.sliding
+        if unit.blocks and window and position % window + new <= window:  # all are of one block: causal within it
+            first = max(0, total - new - position % window)
+            k, v, total, window = k[:, :, first:], v[:, :, first:], total - first, None
+        if (window is None or not unit.blocks) and self._by_kernel(call, total, window):
             out, lse = prefill_attention(q[0], k[0], v[0], call.scale, window=window,
                                          softcap=call.softcap, sink_logits=call.sink_logits,
                                          with_lse="column_sums" in self.layout.policy.needs)
             return out[None], lse
-        first, mask = self._visible(call.layer, total - new, new)
+        first, mask = self._visible(call.layer, total - new, new, position)
         return (q, k[:, :, first:], v[:, :, first:], mask), None
 
-    def _by_kernel(self, call: LayerCall, total: int) -> bool:
+    def _by_kernel(self, call: LayerCall, total: int, window: int | None) -> bool:
         """Whether `prefill_attention` is faster: in Triton always, in torch where it needs no mask."""
-        window = self.layout.shape.units[call.layer].sliding
         return self.layout.triton[call.layer] or (self.attachment.attn == "sdpa" and call.softcap is None
                                                   and call.sink_logits is None and (window is None or window >= total))
 
-    def _visible(self, layer: int, start: int, new: int) -> tuple[int, Tensor | None]:
+    def _visible(self, layer: int, start: int, new: int, position: int) -> tuple[int, Tensor | None]:
         """The first rank that any of the new queries sees, and the mask from there on (None: one query sees all)."""
-        window = self.layout.shape.units[layer].sliding
-        first = max(0, start + 1 - window) if window else 0
+        unit, device = self.layout.shape.units[layer], self.attachment.places[layer].device
+        reach = unit.reach(position)
+        first = max(0, start + 1 - reach) if reach else 0
         if new == 1:
             return first, None
-        device = self.attachment.places[layer].device
-        key = (start - first, new, window or 0, device)
+        before, in_block = start - first, position % unit.sliding if unit.blocks and unit.sliding else 0
+        key = (before, new, unit.sliding or 0, unit.blocks, in_block, device)
         mask = self._masks.pop(key, None)
         if mask is None:
-            ranks = torch.arange(first, start + new, device=device)
-            distance = ranks[start - first:, None] - ranks[None]
-            mask = additive_mask((distance >= 0) & (distance < (window or start + new + 1)), self.attachment.dtype)
+            positions = torch.arange(position - before, position + new, device=device)
+            mask = additive_mask(visible(unit, positions[before:], positions), self.attachment.dtype)
         while len(self._masks) >= MASKS * len({place.device for place in self.attachment.places}):
             del self._masks[next(iter(self._masks))]
         self._masks[key] = mask

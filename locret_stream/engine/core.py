@@ -422,11 +422,11 @@ class Engine:
             if call.keeps:
                 store.write(layer, start, call.k, call.v, self.layout.tables.rotate)
             state.peaks[layer] = max(state.peaks[layer], total)
-            q = self.layout.tables.rotate(layer, call.q, start)
+            q = self.layout.tables.rotate_queries(layer, call.q, start)
             keys, k, v = store.attended(layer, total, self.layout.tables.rotate)
             if self.layout.on_load[layer]:
                 k = self.layout.tables.rotate(layer, k, 0)
-            attended, lse = self.attention.attend(call, q, k, v)
+            attended, lse = self.attention.attend(call, q, k, v, state.seen + offset)
             if scorer is not None and call.keeps:
                 scorer.see(call, q, keys[0], k, lse)
             return attended

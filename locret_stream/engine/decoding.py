@@ -11,7 +11,6 @@ import os
 import threading
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,6 +47,14 @@ class Decoder:
         self._graphed = (all(layout.triton) and not pool.quantised and attachment.device.type == "cuda"
                          and len(pool.devices) == 1 and os.environ.get("LOCRET_CUDA_GRAPHS") != "0")
         self._graphs: dict[int, _Graph | None] = {}  # None: there was no memory for that size
+        self._in_blocks = any(unit.blocks for unit in layout.shape.units)
+        # Layers of one budget and window have equally many units, and those of one RoPE table rotate alike: indices and
+        # rotations of a step are computed once for all of a kind.
+        tables = layout.tables
+        kinds = [(budget, unit.sliding, unit.blocks, id(tables.layers[layer]), id(tables.factors.get(layer)),
+                  attachment.places[layer].device)
+                 for layer, (budget, unit) in enumerate(zip(layout.budgets, layout.shape.units, strict=True))]
+        self._kinds = [kinds.index(kind) for kind in kinds]
         self._went_on = False  # whether recurrent states were written in the step that runs
         self._zeros = {device: torch.zeros(1, dtype=torch.int64, device=device) for device in pool.devices}
 
@@ -83,6 +90,8 @@ class Decoder:
                 [store.slot for store in stores]]
         for layer in range(self.layout.shape.layers):
             rows.append([store.counts[layer] + count for store, count in zip(stores, counts, strict=True)])
+        if self._in_blocks:
+            rows.append([state.seen + count for state, count in zip(states, counts, strict=True)])
         device = self.attachment.device
         if self.pool.quantised:
             return self._forward_quantised(stores, torch.tensor(rows, device=device))
@@ -116,22 +125,20 @@ class Decoder:
         return self._graphs.get(size)
 
     def _forward(self, batch: Tensor) -> Tensor:
-        """batch [2 + L, A] int64: ids, slots, and for every layer the rank that the new unit gets. Logits [A, vocab]
-        fp32."""
+        """batch [2 + L, A] int64: ids, slots, and for every layer the rank that the new unit gets; last, where some
+        layer sees blocks, the tokens' positions in the stream. Logits [A, vocab] fp32."""
         layout, attachment, pool, tables = self.layout, self.attachment, self.pool, self.layout.tables
-        # Layers of one budget and window have equally many units, and those of one RoPE table rotate alike: indices and
-        # rotations are computed once for all of them.
-        kinds = [(units, layout.shape.units[layer].sliding, id(tables.layers[layer]), attachment.places[layer].device)
-                 for layer, units in enumerate(layout.budgets)]
-        shared: dict[tuple[Any, ...], tuple[Tensor, Tensor, Tensor, tuple[Tensor, Tensor] | None]] = {}
+        kinds = self._kinds
+        shared: dict[int, tuple[Tensor, Tensor, Tensor, tuple[Tensor, ...] | None, int | Tensor | None]] = {}
 
         def step(call: LayerCall) -> Attended:
             layer, heads, buffers = call.layer, call.q.shape[1], pool.layers[call.layer]
             if kinds[layer] not in shared:
                 here = batch.to(attachment.places[layer].device)
-                ranks = here[2 + layer]
-                shared[kinds[layer]] = here[1], ranks, ranks + 1, tables.turns(layer, ranks)
-            slots, ranks, lengths, turns = shared[kinds[layer]]
+                ranks, unit = here[2 + layer], layout.shape.units[layer]
+                window = here[-1] % unit.sliding + 1 if unit.blocks and unit.sliding else unit.sliding
+                shared[kinds[layer]] = here[1], ranks, ranks + 1, tables.turns(layer, ranks), window
+            slots, ranks, lengths, turns, window = shared[kinds[layer]]
             cos = sin = None
             if layout.on_load[layer]:
                 pair = tables.layers[layer]
@@ -146,8 +153,7 @@ class Decoder:
             if call.keeps:
                 buffers.write_each(slots, ranks, call.k, k, call.v)
             return decode_attention(q, buffers.rotated, buffers.values, slots, lengths, call.scale, cos=cos, sin=sin,
-                                    window=layout.shape.units[layer].sliding, softcap=call.softcap,
-                                    sink_logits=call.sink_logits)
+                                    window=window, softcap=call.softcap, sink_logits=call.sink_logits)
 
         return self._logits(batch, step)
 
@@ -155,7 +161,8 @@ class Decoder:
         """Logits [A, vocab] fp32 of a forward of `batch`, whose provisional states go on."""
         attachment, states = self.attachment, self.pool.states
         carried = attachment.carry(states.read(batch[1], provisional=True)) if states.forms else None
-        hidden = attachment.hidden(batch[0][:, None], step, carried, batch[2:].amax(0)[:, None])
+        ranks = batch[2:2 + len(self._kinds)]
+        hidden = attachment.hidden(batch[0][:, None], step, carried, ranks.amax(0)[:, None])
         logits = attachment.logits(hidden)[:, -1].float()
         if carried is not None:
             self._went_on = True
@@ -166,11 +173,11 @@ class Decoder:
         """`_forward` where committed units are codes: each context's layer is read, and attended to, by itself."""
         tables, shape = self.layout.tables, self.layout.shape
         counts = batch[2:].tolist()
-        shared: dict[tuple[Any, ...], tuple[Tensor, Sequence[Tensor], tuple[Tensor, Tensor] | None]] = {}
+        shared: dict[int, tuple[Tensor, Sequence[Tensor], tuple[Tensor, ...] | None]] = {}
 
         def step(call: LayerCall) -> Attended:
-            layer, heads, device = call.layer, call.q.shape[1], call.q.device
-            kind = *counts[layer], id(tables.layers[layer]), device
+            layer, heads, device, unit = call.layer, call.q.shape[1], call.q.device, shape.units[call.layer]
+            kind = self._kinds[layer]
             if kind not in shared:
                 ranks = batch[2 + layer].to(device)
                 lengths = (ranks + 1).split(1) if len(stores) > 1 else (ranks + 1,)
@@ -179,15 +186,16 @@ class Decoder:
             both = tables.rotate_each(layer, torch.cat([call.q, call.k], dim=1), turns)
             parts, out = (both[:, :heads], call.k, call.v, both[:, heads:]), []
             each = zip(*(part.split(1) for part in parts), strict=True) if len(stores) > 1 else (parts,)
-            for store, rank, length, (q, k, v, turned) in zip(stores, counts[layer], lengths, each, strict=True):
+            for store, rank, position, length, (q, k, v, turned) in zip(stores, counts[layer], counts[-1], lengths,
+                                                                        each, strict=True):
                 assert isinstance(store, QuantisedStore), "a pool of codes has no others"
                 if call.keeps:
                     held, values = store.append(layer, rank, k, v, turned, tables.rotate)
                 else:
                     _, held, values = store.attended(layer, rank + 1, tables.rotate)
                 out.append(decode_attention(q, held, values, here, length, call.scale,
-                                            window=shape.units[layer].sliding, softcap=call.softcap,
-                                            sink_logits=call.sink_logits))
+                                            window=unit.reach(position) if unit.blocks else unit.sliding,
+                                            softcap=call.softcap, sink_logits=call.sink_logits))
             return torch.cat(out) if len(out) > 1 else out[0]
 
         return self._logits(batch, step)

@@ -228,7 +228,7 @@ def prefill_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, *, window: 
 
 
 def decode_attention(q: Tensor, keys: Tensor, values: Tensor, slots: Tensor, lengths: Tensor, scale: float, *,
-                     cos: Tensor | None = None, sin: Tensor | None = None, window: int | None = None,
+                     cos: Tensor | None = None, sin: Tensor | None = None, window: int | Tensor | None = None,
                      softcap: float | None = None, sink_logits: Tensor | None = None) -> Tensor:
     """`attention` of the T newest tokens of each of A contexts, each to its own slot, which holds their units already.
 
@@ -239,21 +239,27 @@ def decode_attention(q: Tensor, keys: Tensor, values: Tensor, slots: Tensor, len
         lengths: [A] int64, the units that a context's last query sees: query t of T sees lengths - T + t + 1.
         cos, sin: [C', D], C' >= C: keys are stored before RoPE and are rotated by halves at their rank when they are
             read. None: keys are stored after RoPE.
-        window, softcap, sink_logits: as for `attention`.
+        window, softcap, sink_logits: as for `attention`; a window may be of each context, [A] int64.
 
     Returns:
         [A, H*G, T, D] of q's dtype.
     """
     out = q.new_empty(*q.shape[:3], values.shape[-1])
     new = q.shape[2]
-    for a, (slot, length) in enumerate(zip(slots.tolist(), lengths.tolist(), strict=True)):
+    for a, (slot, length, seen) in enumerate(zip(slots.tolist(), lengths.tolist(), of_each(window, len(q)),
+                                                 strict=True)):
         k, v = keys[slot, :, :length], values[slot, :, :length]
         if cos is not None:
             assert sin is not None, "cos and sin come together"
             k = rotate_halves(k.float(), cos[:length].float(), sin[:length].float()).to(k.dtype)
         ranks = torch.arange(length - new, length, device=q.device)
-        out[a] = attention(q[a], k, v, scale, ranks, window=window, softcap=softcap, sink_logits=sink_logits)[0]
+        out[a] = attention(q[a], k, v, scale, ranks, window=seen, softcap=softcap, sink_logits=sink_logits)[0]
     return out
+
+
+def of_each(window: int | Tensor | None, contexts: int) -> list[int | None]:
+    """The window of each of A contexts."""
+    return window.tolist() if isinstance(window, Tensor) else [window] * contexts
 
 
 def reduced_attention(q: Tensor, k: Tensor, scale: float, ranks: Tensor, lse: Tensor | None = None, *,

@@ -1,13 +1,14 @@
 """Models, the only package that knows transformers' internals: `attaching` tests a model, `attachment` runs it,
-`probing` sees what its layers keep, `rotary` applies RoPE, `recurrent` hands on what layers without attention carry,
-`gradients` lets gradients through, `weights` knows how weights are packed."""
+`decoders` finds its layers, `probing` sees what they keep, `rotary` applies RoPE, `queries` knows what comes behind
+it, `recurrent` hands on what layers without attention carry, `gradients` lets gradients through, `weights` knows how
+weights are packed."""
 
 from locret_stream.models.attaching import attach, attached, detach, self_test
 from locret_stream.models.attachment import Attachment
-from locret_stream.models.calls import Attended, LayerCall, Step, additive_mask
+from locret_stream.models.calls import Attended, LayerCall, Step, additive_mask, visible
 from locret_stream.models.gradients import differentiable, expect_gradients
 from locret_stream.models.rotary import RopeTables
 from locret_stream.models.weights import named_weights
 
 __all__ = ["Attachment", "Attended", "LayerCall", "RopeTables", "Step", "additive_mask", "attach", "attached", "detach",
-           "differentiable", "expect_gradients", "named_weights", "self_test"]
+           "differentiable", "expect_gradients", "named_weights", "self_test", "visible"]

@@ -15,7 +15,8 @@ from transformers import DynamicCache, PreTrainedModel
 
 from locret_stream.errors import LocretError, UnsupportedModel
 from locret_stream.models.attachment import Attachment, input_of
-from locret_stream.models.calls import Attended, LayerCall
+from locret_stream.models.calls import Attended, LayerCall, visible
+from locret_stream.models.decoders import decoder_of
 from locret_stream.models.refusals import why_not
 from locret_stream.models.weights import adapters, base_of, form, shadow
 
@@ -195,16 +196,18 @@ def _gap(found: Tensor, expected: Tensor, scale: Tensor) -> float:
     return gap.item() / max(scale.item(), 1e-6)
 
 
-def _read_whole(stock: PreTrainedModel, ids: Tensor) -> tuple[list[tuple[Tensor, Tensor]], Tensor, Tensor]:
-    """Input and output of every layer of the stock model, the input of its head, [1, T, hidden] each, and its logits
-    [1, T, vocab] fp32."""
-    of_layers: list[tuple[Tensor, Tensor]] = []
+def _read_whole(stock: PreTrainedModel, ids: Tensor) -> tuple[dict[int, tuple[Tensor, Tensor]], Tensor, Tensor]:
+    """Input and output of every layer of the stock model that it runs, by number, the input of its head, [1, T, hidden]
+    each, and its logits [1, T, vocab] fp32."""
+    of_layers: dict[int, tuple[Tensor, Tensor]] = {}
     last: list[Tensor] = []
     with ExitStack() as hooks:
-        for layer in stock.get_decoder().layers:
+        decoder = decoder_of(stock)
+        for number, layer in enumerate(decoder.layers):
             hooks.enter_context(layer.register_forward_hook(
-                lambda _, args, kwargs, out: of_layers.append((input_of(args, kwargs), _first(out))), with_kwargs=True))
-        hooks.enter_context(stock.get_decoder().register_forward_hook(
+                lambda _, args, kwargs, out, number=number: of_layers.__setitem__(
+                    number, (input_of(args, kwargs), _first(out))), with_kwargs=True))
+        hooks.enter_context(decoder.register_forward_hook(
             lambda _, args, out: last.append(out.last_hidden_state)))
         logits = stock(ids[None], use_cache=False).logits.float()
     return of_layers, last[0], logits
@@ -224,11 +227,9 @@ def _read_in_pieces(attachment: Attachment, ids: Tensor) -> list[Tensor]:
             old_k, old_v = cache.get(call.layer, (call.k[:, :, :0], call.v[:, :, :0]))
             cache[call.layer] = torch.cat([old_k, call.k], 2), torch.cat([old_v, call.v], 2)
         k, v = cache[call.layer]
-        start, window = k.shape[2] - call.q.shape[2], shape.units[call.layer].sliding
-        ranks = torch.arange(k.shape[2], device=k.device)
-        distance = ranks[start:, None] - ranks[None, :]
-        mask = (distance >= 0) & (distance < (window or TOTAL + 1))
-        return tables.rotate(call.layer, call.q, start), tables.rotate(call.layer, k, 0), v, mask
+        start, ranks = k.shape[2] - call.q.shape[2], torch.arange(k.shape[2], device=k.device)
+        mask = visible(shape.units[call.layer], ranks[start:], ranks)
+        return tables.rotate_queries(call.layer, call.q, start), tables.rotate(call.layer, k, 0), v, mask
 
     carried, hidden, start = attachment.carry(), [], 0
     for part in ids.split(PIECES):
@@ -238,21 +239,22 @@ def _read_in_pieces(attachment: Attachment, ids: Tensor) -> list[Tensor]:
     return hidden
 
 
-def _gap_by_layer(attachment: Attachment, ids: Tensor, of_layers: list[tuple[Tensor, Tensor]]) -> float:
+def _gap_by_layer(attachment: Attachment, ids: Tensor, of_layers: dict[int, tuple[Tensor, Tensor]]) -> float:
     """The largest difference of any layer's output, where each layer gets the input of the stock model's."""
-    inputs = [before.split(PIECES, 1) for before, _ in of_layers]
-    outputs: list[list[Tensor]] = [[] for _ in of_layers]
+    inputs = {number: before.split(PIECES, 1) for number, (before, _) in of_layers.items()}
+    outputs: dict[int, list[Tensor]] = {number: [] for number in of_layers}
 
     def replace(layer: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         stock = inputs[layer][len(outputs[layer])]
         return ((stock, *args[1:]), kwargs) if args else (args, kwargs | {"hidden_states": stock})
 
     with ExitStack() as hooks:
-        for index, layer in enumerate(attachment.layers):
+        for index in of_layers:
+            layer = attachment.layers[index]
             hooks.enter_context(layer.register_forward_pre_hook(
                 lambda _, args, kwargs, index=index: replace(index, args, kwargs), with_kwargs=True))
             hooks.enter_context(layer.register_forward_hook(
                 lambda _, args, out, index=index: outputs[index].append(_first(out))))
         _read_in_pieces(attachment, ids)
-    return max(_gap(torch.cat(pieces, 1), after.float(), (after - before).float().square().mean().sqrt())
-               for pieces, (before, after) in zip(outputs, of_layers, strict=True))
+    return max(_gap(torch.cat(outputs[number], 1), after.float(), (after - before).float().square().mean().sqrt())
+               for number, (before, after) in of_layers.items())

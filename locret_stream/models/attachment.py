@@ -27,12 +27,14 @@ from locret_stream.errors import UnsupportedModel
 from locret_stream.heads import RetainingHeads
 from locret_stream.kernels import uses_triton
 from locret_stream.models.calls import LayerCall, Step, additive_mask
+from locret_stream.models.decoders import decoder_of, path_to_replace
 from locret_stream.models.indexed import chosen_at_most
 from locret_stream.models.latent import keep_latents, latent_of
 from locret_stream.models.linears import pack, quicken
 from locret_stream.models.mixers import read_one_by_one
 from locret_stream.models.norms import fuse
 from locret_stream.models.probing import probe, shape_of
+from locret_stream.models.queries import At, QueryFactors, take_temperature
 from locret_stream.models.recurrent import Carried
 from locret_stream.models.refusals import learned_positions, why_not
 from locret_stream.models.rotary import Place, RopeTables, Rotary
@@ -105,7 +107,7 @@ class Attachment:
             with torch.no_grad():
                 self._shadow(torch.arange(3, device=model.device)[None], use_cache=False)
         self._shadow.set_attn_implementation(NAME)
-        self._decoder = decoder = self._shadow.get_decoder()
+        self._decoder = decoder = decoder_of(self._shadow)
         self._head = self._shadow.get_output_embeddings()
         self._path = self._take_base_out(model)
         self._rotary = Rotary(decoder)
@@ -134,7 +136,8 @@ class Attachment:
         self.shape = shape_of(model, self._config, layers, self._chosen, sum(each.bytes for each in self.states))
         self._rotary.set_layers(self._attentions, [layer.source for layer in layers], self.places,
                                 [unit.key_dim for unit in self.shape.units],
-                                [0 if latent is None else latent.width for latent in map(latent_of, self._attentions)])
+                                [0 if latent is None else latent.width for latent in map(latent_of, self._attentions)],
+                                self._query_factors())
         for tree in (self._decoder, self._shadow):
             quicken(tree)
             fuse(tree)
@@ -192,26 +195,26 @@ class Attachment:
             raise UnsupportedModel(f"found {type(model).__name__}; expected a transformers causal LM, such as "
                                    "AutoModelForCausalLM.from_pretrained(...) gives")
         try:
-            layers = list(model.get_decoder().layers)
+            decoder = decoder_of(model)
+            layers = list(decoder.layers)
         except AttributeError:
             layers = []
-        if not layers or model.get_output_embeddings() is None or learned_positions(model.get_decoder()):
+        if not layers or model.get_output_embeddings() is None or learned_positions(decoder):
             raise UnsupportedModel(f"{type(model).__name__}: {why_not(model)}")
 
     def _take_base_out(self, model: PreTrainedModel) -> str:
         """Put a stub in the place of the base model, which is the decoder or, in a multimodal wrapper, has it; returns
         the decoder's name in the whole model. Raises UnsupportedModel."""
-        prefix = self._shadow.base_model_prefix
-        base = getattr(self._shadow, prefix, None)
-        paths = [path for path, module in base.named_modules() if module is self._decoder] if isinstance(
-            base, nn.Module) else []
-        if not paths:
-            raise UnsupportedModel(f"{type(model).__name__}: found no decoder under {prefix!r}; expected a causal LM, "
-                                   "or a multimodal model around one")
-        assert isinstance(base, nn.Module), "it has a path"
-        self._stub = _BaseStub(base)
-        setattr(self._shadow, prefix, self._stub)
-        return f"{prefix}.{paths[0]}" if paths[0] else prefix
+        path = path_to_replace(self._shadow, self._decoder)
+        if path is None:
+            raise UnsupportedModel(f"{type(model).__name__}: found no decoder in it; expected a causal LM, or a "
+                                   "multimodal model around one")
+        decoder = next(name for name, module in self._shadow.named_modules() if module is self._decoder)
+        parent, _, name = path.rpartition(".")
+        self._stub = _BaseStub(self._shadow.get_submodule(path))
+        setattr(self._shadow.get_submodule(parent), name, self._stub)
+        self._embeds = bool(parent)  # a wrapper embeds ids before it runs what the stub is in
+        return decoder
 
     @staticmethod
     def _base_attention(model: PreTrainedModel, attn: str) -> str:
@@ -274,6 +277,25 @@ class Attachment:
         finally:
             self._asked = None
 
+    def _query_factors(self) -> dict[int, QueryFactors]:
+        """By layer, what its queries are multiplied by behind RoPE."""
+        made = {layer: take_temperature(module, unit.query_heads, functools.partial(self._queries_at, layer))
+                for layer, (module, unit) in enumerate(zip(self._attentions, self.shape.units, strict=True))}
+        return {layer: factors for layer, factors in made.items() if factors is not None}
+
+    @torch.no_grad()
+    def _queries_at(self, layer: int, position: int) -> Tensor:
+        """The queries [1, H*G, 1, D] that a layer without RoPE gives to attention for one token at that position."""
+        place, asked = self.places[layer], list[tuple[Any, LayerCall]]()
+        x = torch.linspace(-1, 1, self.shape.hidden, dtype=place.keys, device=place.device).view(1, 1, -1)
+        self._asked = asked
+        try:
+            self._attentions[layer](hidden_states=x, position_embeddings=None, attention_mask=None,
+                                    past_key_values=At(position))
+        finally:
+            self._asked = None
+        return asked[0][1].q
+
     @torch.no_grad()
     def _probe_head(self) -> bool:
         """Whether logits are the result of the output embeddings alone, so that the rest of the causal LM's forward,
@@ -319,7 +341,8 @@ class Attachment:
         self._stub.hidden = hidden
         try:
             dummy = torch.zeros(hidden.shape[:2], dtype=torch.long, device=hidden.device)
-            return self._shadow(input_ids=dummy, use_cache=False).logits
+            given = {"inputs_embeds": hidden} if self._embeds else {"input_ids": dummy}
+            return self._shadow(**given, use_cache=False).logits
         finally:
             self._stub.hidden = None
 

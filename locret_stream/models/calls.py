@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from locret_stream.config import UnitShape
+
 
 @dataclass(slots=True)
 class LayerCall:
@@ -43,6 +45,15 @@ A mask is bool, True = visible, or the `additive_mask` of one, which callers can
 """
 
 Step = Callable[[LayerCall], Attended]
+
+
+def visible(unit: UnitShape, queries: Tensor, keys: Tensor) -> Tensor:
+    """Which tokens a layer of that shape sees: bool [T, S], of the positions of queries [T] and of keys [S]."""
+    distance = queries[:, None] - keys
+    seen = distance >= 0
+    if unit.sliding and unit.blocks:
+        return seen & (queries[:, None] // unit.sliding == keys // unit.sliding)
+    return seen & (distance < unit.sliding) if unit.sliding else seen
 
 
 def additive_mask(visible: Tensor, dtype: torch.dtype) -> Tensor:

@@ -64,7 +64,7 @@ def expect_gradients(attachment: Attachment) -> None:
     def step(call: LayerCall) -> Attended:
         layer = call.layer
         v = call.v * scales[layer].to(call.v.dtype)
-        return tables.rotate(layer, call.q, 0), tables.rotate(layer, call.k, 0), v, None
+        return tables.rotate_queries(layer, call.q, 0), tables.rotate(layer, call.k, 0), v, None
 
     reason = ""
     gradients: tuple[Tensor | None, ...]

@@ -19,7 +19,7 @@ from locret_stream.errors import UnsupportedModel
 from locret_stream.models.calls import LayerCall
 from locret_stream.models.mixers import forgetful, mixing
 from locret_stream.models.recurrent import Carried
-from locret_stream.models.refusals import ATTENDING, why_not
+from locret_stream.models.refusals import ATTENDING, BLOCKS, why_not
 from locret_stream.models.rotary import Rotary, Source
 
 Ask = Callable[[Tensor, Carried | None], tuple[Tensor, list[tuple[Any, LayerCall]]]]
@@ -99,9 +99,10 @@ def shape_of(model: PreTrainedModel, config: Any, layers: list[Probed], chosen: 
         # Some checkpoints (Phi-3-mini-128k) have a sliding window at least as long as all positions: it hides
         # nothing.
         reach, (heads, _, key_dim) = options[number].get("sliding_window"), call.k.shape[1:]
+        reach = None if not reach or reach >= window else reach
         units.append(UnitShape(kv_heads=heads, groups=call.q.shape[1] // heads, key_dim=key_dim,
                                value_dim=0 if call.v is call.k else call.v.shape[-1],
-                               sliding=None if not reach or reach >= window else reach))
+                               sliding=reach, blocks=kind == BLOCKS and reach is not None))
     return ModelShape(units=tuple(units), vocab=config.vocab_size, window=window,
                       item_bytes=layers[0].call.k.dtype.itemsize, hidden=config.hidden_size, state_bytes=state_bytes,
                       indexed=window == chosen)

@@ -7,8 +7,10 @@ from typing import Any
 from torch import nn
 from transformers.cache_utils import DynamicCache, LinearAttentionCacheLayerMixin, get_layer_types_and_kwargs
 
-ATTENDING = ("full_attention", "sliding_attention", "hybrid", "hybrid_sliding")
-"""Kinds of layers with attention, in configs, that are served; `hybrid` has a recurrent state beside it."""
+BLOCKS = "chunked_attention"
+ATTENDING = ("full_attention", "sliding_attention", BLOCKS, "hybrid", "hybrid_sliding")
+"""Kinds of layers with attention, in configs, that are served; `hybrid` has a recurrent state beside it, and `BLOCKS`
+sees the tokens of its own block alone."""
 _POSITIONS = ("wpe", "wpe_embed", "embed_positions", "position_embeddings", "positions_embed", "position_embedding")
 _INDEXED = ("index_topk", "index_n_heads", "indexer_n_heads", "index_topk_blocks")
 _OTHERS = ("expected a decoder with rotary embeddings, such as Llama, Qwen, Mistral, Gemma and DeepSeek-V3, or a "

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from locret_stream.kernels import reference, rotate_halves, uses_triton
+from locret_stream.models.queries import QueryFactors
 
 
 @dataclass(slots=True, frozen=True)
@@ -46,6 +47,7 @@ class Rotary:
 
     Attributes:
         uses: by layer, whether it has RoPE. plain: by layer, whether that is the usual rotation of halves.
+        factors: by layer, what its queries are multiplied by behind RoPE; empty for most models.
     """
 
     def __init__(self, decoder: Any):
@@ -62,6 +64,7 @@ class Rotary:
         self._places: list[Place] = []
         self.uses: list[bool] = []
         self.plain: list[bool] = []
+        self.factors: dict[int, QueryFactors] = {}
 
     @contextmanager
     def as_the_model_has_it(self) -> Iterator[Callable[[object], Source | None]]:
@@ -78,13 +81,16 @@ class Rotary:
                 identity.given = None
 
     def set_layers(self, attentions: list[Any], sources: list[Source | None], places: list[Place],
-                   dims: Sequence[int], leads: Sequence[int]) -> None:
+                   dims: Sequence[int], leads: Sequence[int], factors: dict[int, QueryFactors]) -> None:
         """Set, by layer, the attention module, and what probes have shown: where its embeddings come from (None: it has
-        no RoPE), where it works, the numbers of its keys, and how many of these stand before those that RoPE turns."""
+        no RoPE), where it works, the numbers of its keys, and how many of these stand before those that RoPE turns; and
+        `factors`."""
+        self.factors = factors
         self._attentions, self._sources, self._places, self._leads = attentions, sources, places, leads
         self.uses, self._sliced = [source is not None for source in sources], [False] * len(sources)
         self._sliced = [use and self._takes_a_part(layer, dims[layer]) for layer, use in enumerate(self.uses)]
-        self.plain = [use and self._is_plain(layer, dims[layer]) for layer, use in enumerate(self.uses)]
+        self.plain = [use and layer not in factors and self._is_plain(layer, dims[layer])
+                      for layer, use in enumerate(self.uses)]
         for module, use in zip(attentions, self.uses, strict=True):
             if use:
                 _spare_rotation(module)
@@ -108,7 +114,8 @@ class Rotary:
             if source is not None and key not in made:
                 made[key] = self.cos_sin(layer, torch.arange(capacity, device=place.device)[None])
             layers.append(None if source is None else made[key])
-        return RopeTables(self, capacity, layers)
+        return RopeTables(self, capacity, layers, {layer: each.of_ranks(capacity).to(self._places[layer].device)
+                                                   for layer, each in self.factors.items()})
 
     def apply(self, layer: int, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """x [B, heads, T, D] -> rotated by the model's own function, in halves, in pairs, or in part."""
@@ -168,10 +175,12 @@ class RopeTables:
 
     Attributes:
         layers: (cos, sin), [1, capacity, width] each, by layer; None: no RoPE.
+        factors: by layer, what queries of each rank are multiplied by behind it, [capacity, D or 1] fp32.
     """
 
-    def __init__(self, rotary: Rotary, capacity: int, layers: list[tuple[Tensor, Tensor] | None]):
-        self.capacity, self.layers = capacity, layers
+    def __init__(self, rotary: Rotary, capacity: int, layers: list[tuple[Tensor, Tensor] | None],
+                 factors: dict[int, Tensor]):
+        self.capacity, self.layers, self.factors = capacity, layers, factors
         self._rotary = rotary
         # Where a kernel rotates chunks it rotates single tokens, too: the same bits alone and among many.
         self._by_kernel = [pair is not None and plain and uses_triton(pair[0])
@@ -181,11 +190,11 @@ class RopeTables:
     def bytes_resident(self) -> int:
         """Bytes of the tables, which layers of one kind share."""
         storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
-                    for pair in self.layers if pair is not None for t in pair}
+                    for pair in (*self.layers, tuple(self.factors.values())) if pair is not None for t in pair}
         return sum(storages.values())
 
     def rotate(self, layer: int, x: Tensor, start: int, out: Tensor | None = None) -> Tensor:
-        """x [B, heads, T, D] before RoPE -> rotated at ranks start .. start+T-1; x itself where there is no RoPE.
+        """Keys x [B, heads, T, D] before RoPE -> rotated at ranks start .. start+T-1; x itself where there is no RoPE.
 
         `out`: a tensor that takes the result and shares no memory with x.
         """
@@ -199,10 +208,18 @@ class RopeTables:
         turned = self._rotary.apply(layer, x, cos, sin)
         return turned if out is None else out.copy_(turned)
 
-    def turns(self, layer: int, ranks: Tensor) -> tuple[Tensor, Tensor] | None:
+    def rotate_queries(self, layer: int, q: Tensor, start: int) -> Tensor:
+        """Queries [B, heads, T, D] before RoPE -> rotated as keys are, and multiplied by their factors."""
+        turned, factors = self.rotate(layer, q, start), self.factors.get(layer)
+        return turned if factors is None else (turned * factors[start:start + q.shape[2]]).to(q.dtype)
+
+    def turns(self, layer: int, ranks: Tensor) -> tuple[Tensor, ...] | None:
         """The argument of `rotate_each` that rotates one token at each of the ranks [B]; equal for layers that share a
-        table. None where there is no RoPE."""
+        table and have no factors. None where nothing is done."""
         pair = self.layers[layer]
+        if layer in self.factors:
+            factors = self.factors[layer][ranks][:, None, None]
+            return (factors,) if pair is None else (factors, pair[0][0, ranks, None], pair[1][0, ranks, None])
         if pair is None:
             return None
         cos, sin = pair[0][0, ranks, None], pair[1][0, ranks, None]
@@ -213,18 +230,23 @@ class RopeTables:
         half = sin.shape[-1] // 2
         return cos[:, None], torch.cat([-sin[..., :half], sin[..., half:]], dim=-1)[:, None]
 
-    def rotate_each(self, layer: int, x: Tensor, turns: tuple[Tensor, Tensor] | None) -> Tensor:
-        """x [B, heads, 1, D] before RoPE -> rotated by `turns`, each row of the batch at its own rank."""
+    def rotate_each(self, layer: int, x: Tensor, turns: tuple[Tensor, ...] | None) -> Tensor:
+        """x [B, heads, 1, D] before RoPE, the heads of queries and then, if there are more, those of keys -> rotated by
+        `turns`, each row of the batch at its own rank."""
         if turns is None:
             return x
         if self._by_kernel[layer]:
             return rotate_halves(x, *turns)
         if self._rotary.plain[layer]:  # (-x2, x1) * sin is (x2, x1) * (-sin1, sin2)
             return torch.addcmul(x * turns[0], x.roll(x.shape[-1] // 2, -1), turns[1])
-        return self._rotary.apply(layer, x, *turns)
+        if layer not in self.factors:
+            return self._rotary.apply(layer, x, *turns)
+        factors, *pair = turns
+        turned, heads = self._rotary.apply(layer, x, *pair) if pair else x, self._rotary.factors[layer].heads
+        return torch.cat([(turned[:, :heads] * factors).to(x.dtype), turned[:, heads:]], dim=1)
 
     def rotate_at(self, layer: int, x: Tensor, ranks: Tensor) -> Tensor:
-        """x [B, heads, T, D] before RoPE -> rotated, every unit at its own rank: ranks [B, heads, T] int64."""
+        """Keys x [B, heads, T, D] before RoPE -> rotated, every unit at its own rank: ranks [B, heads, T] int64."""
         pair = self.layers[layer]
         if pair is None:
             return x

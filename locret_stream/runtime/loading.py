@@ -124,12 +124,14 @@ def drop_towers(model: Any) -> None:
     """Take out of a multimodal model what reads images and sounds: it takes memory, and text does not need it. Its
     weights lie in mapped files, so that they were not read yet."""
     from torch import nn
-    base = getattr(model, model.base_model_prefix, None)
+    base = getattr(model, model.base_model_prefix, model)
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
     if not isinstance(base, nn.Module) or not isinstance(decoder, nn.Module) or base is decoder:
         return
+    needed = decoder, model.get_output_embeddings()
     for name, child in list(base.named_children()):
-        if not any(module is decoder for module in child.modules()) and any(True for _ in child.parameters()):
+        if any(True for _ in child.parameters()) and not any(each is module for module in child.modules()
+                                                             for each in needed):
             setattr(base, name, None)
 
 

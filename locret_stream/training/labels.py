@@ -24,7 +24,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from locret_stream.models import Attachment, Attended, LayerCall, RopeTables
+from locret_stream.config import UnitShape
+from locret_stream.models import Attachment, Attended, LayerCall, RopeTables, visible
 from locret_stream.training.data import Example
 
 SINKS = 4
@@ -35,8 +36,8 @@ Visit = Callable[[LayerCall, Tensor, Tensor], None]
 """visit(call, labels [B, H, n] fp32, valid [B, n] bool), n <= T; labels are 0 where not valid. A call has the
 sequences of a background behind the B examples."""
 
-Masks = Callable[[int | None], Tensor | None]
-"""From a layer's sliding window to a mask, see `window_masks`."""
+Masks = Callable[[UnitShape], Tensor | None]
+"""From the shape of a layer to a mask, see `window_masks`."""
 
 
 def answer_rows(spans: Sequence[tuple[int, int]]) -> tuple[Tensor, Tensor]:
@@ -47,14 +48,14 @@ def answer_rows(spans: Sequence[tuple[int, int]]) -> tuple[Tensor, Tensor]:
 
 
 def importance(q: Tensor, k: Tensor, rows: Tensor, limits: Tensor, *, kind: str, scale: float,
-               window: int | None = None, softcap: float | None = None, sink_logits: Tensor | None = None,
+               unit: UnitShape, softcap: float | None = None, sink_logits: Tensor | None = None,
                eps: float = 1e-5, block_bytes: int = 32 * 2**20) -> tuple[Tensor, Tensor]:
     """Labels of one example at one layer.
 
     Args:
         q, k: [H*G, T, D] and [H, T, D], rotated, any float dtype; the arithmetic is fp32.
         rows, limits: from `answer_rows`, on q's device.
-        window: a row sees keys at distances below it; None for all. sink_logits: [H*G] of the attention sinks.
+        unit: of the layer, whose window hides keys. sink_logits: [H*G] of the attention sinks.
         block_bytes: bound of one [H, G, rows, T] fp32 tensor, of at least one row; a handful of these exist at once.
 
     Returns:
@@ -71,8 +72,7 @@ def importance(q: Tensor, k: Tensor, rows: Tensor, limits: Tensor, *, kind: str,
         x = (q[:, :, row].float().flatten(1, 2) @ k[:, :stop].transpose(1, 2)).unflatten(1, (groups, -1)) * scale
         if softcap is not None:
             x = softcap * torch.tanh(x / softcap)
-        distance = row[:, None] - columns[None, :stop]
-        hidden = (distance < 0) | (distance >= (window or total + 1))
+        hidden = ~visible(unit, row, columns[:stop])
         if kind in ("logprob", "attention"):
             x.masked_fill_(hidden, -math.inf)
             norm = x.logsumexp(-1, keepdim=True)
@@ -118,37 +118,37 @@ def visit_layers(attachment: Attachment, tables: RopeTables, examples: Sequence[
     masks = window_masks(ids.shape[1], device)
 
     def step(call: LayerCall) -> Attended:
-        q = tables.rotate(call.layer, call.q, 0)
+        q = tables.rotate_queries(call.layer, call.q, 0)
         k = tables.rotate(call.layer, call.k, 0)
-        window = shape.units[call.layer].sliding
+        unit = shape.units[call.layer]
         if not call.keeps:
-            return q, k, call.v, masks(window)
-        labels = torch.zeros(len(examples), shape.units[call.layer].kv_heads, n, dtype=torch.float32, device=device)
+            return q, k, call.v, masks(unit)
+        labels = torch.zeros(len(examples), unit.kv_heads, n, dtype=torch.float32, device=device)
         valid = torch.zeros(len(examples), n, dtype=torch.bool, device=device)
         for i, ((row, limit), example) in enumerate(zip(rows, examples, strict=True)):
-            best, labelled = importance(q[i], k[i], row, limit, kind=kind, scale=call.scale, window=window, eps=eps,
+            best, labelled = importance(q[i], k[i], row, limit, kind=kind, scale=call.scale, unit=unit, eps=eps,
                                         softcap=call.softcap, sink_logits=call.sink_logits, block_bytes=block_bytes)
             if kind == "attention" and example.template is not None:
                 best = best.masked_fill(example.template[:best.shape[1]].to(device) & labelled, TEMPLATE)
             labels[i, :, :best.shape[1]], valid[i, :best.shape[1]] = best, labelled
         visit(call, labels, valid)
-        return q, k, call.v, masks(window)
+        return q, k, call.v, masks(unit)
 
     return attachment.hidden(ids, step)
 
 
 def window_masks(total: int, device: torch.device) -> Masks:
-    """From a layer's sliding window to what each of `total` rows attends to, bool [T, T], made once a window; to None
-    where that is all before it."""
-    masks: dict[int, Tensor] = {}
+    """From the shape of a layer to what each of `total` rows attends to, bool [T, T], made once a window; to None where
+    that is all before it."""
+    masks: dict[tuple[int, bool], Tensor] = {}
 
-    def mask(window: int | None) -> Tensor | None:
-        if window is None or window >= total:
+    def mask(unit: UnitShape) -> Tensor | None:
+        if unit.sliding is None or unit.sliding >= total:
             return None
+        window = unit.sliding, unit.blocks
         if window not in masks:
             ranks = torch.arange(total, device=device)
-            distance = ranks[:, None] - ranks[None, :]
-            masks[window] = (distance >= 0) & (distance < window)
+            masks[window] = visible(unit, ranks, ranks)
         return masks[window]
 
     return mask

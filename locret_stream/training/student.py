@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from locret_stream.errors import UnsupportedModel
 from locret_stream.heads import RetainingHeads
-from locret_stream.models import Attachment, Attended, LayerCall
+from locret_stream.models import Attachment, Attended, LayerCall, visible
 from locret_stream.training.background import Rivals
 from locret_stream.training.gates import gated_attention, visibility
 
@@ -63,7 +63,7 @@ class Student:
         first = next((start for start in range(0, total, self.chunk_size)
                       if count + start > self.budgets[layer]), total)
         k = self.tables.rotate(layer, torch.cat([keys, call.k[:, :, :first]], 2), 0)
-        q = self.tables.rotate(layer, call.q[:, :, :first], count)
+        q = self.tables.rotate_queries(layer, call.q[:, :, :first], count)
         if first == total and not count:  # nothing is evicted
             return q, k, call.v, None
         out = [self._rows(call, q, k, torch.cat([values, call.v[:, :, :first]], 2), torch.zeros_like(rival_scores))]
@@ -100,7 +100,7 @@ class Student:
         gates, ranks = visibility(torch.cat([before[2], scores], -1), budget, *self.protected, temperature)
         committed = tables.rotate_at(layer, torch.cat([before[0], call.k[:, :, :start]], 2), ranks)
         k = torch.cat([committed, tables.rotate(layer, call.k[:, :, start:stop], budget)], 2)
-        q = tables.rotate(layer, call.q[:, :, start:stop], budget)
+        q = tables.rotate_queries(layer, call.q[:, :, start:stop], budget)
         return self._rows(call, q, k, torch.cat([before[1], call.v[:, :, :stop]], 2), gates)
 
     def _rows(self, call: LayerCall, q: Tensor, k: Tensor, v: Tensor, gates: Tensor) -> Tensor:
@@ -110,12 +110,10 @@ class Student:
     def _sliding(self, call: LayerCall) -> Attended:
         """Attention without gates: the rows of a chunk see the last units before it, as many as the layer keeps, within
         the window."""
-        layer, window = call.layer, self.attachment.shape.units[call.layer].sliding
-        assert window is not None
-        ranks = torch.arange(call.k.shape[2], device=call.k.device)
-        distance, start = ranks[:, None] - ranks, ranks // self.chunk_size * self.chunk_size
-        mask = (distance >= 0) & (distance < window) & (ranks >= start[:, None] - self.budgets[layer])
-        q, k = (self.absolute.rotate(layer, x, 0) for x in (call.q, call.k))
+        layer, ranks = call.layer, torch.arange(call.k.shape[2], device=call.k.device)
+        first = ranks // self.chunk_size * self.chunk_size - self.budgets[layer]
+        mask = visible(self.attachment.shape.units[layer], ranks, ranks) & (ranks >= first[:, None])
+        q, k = self.absolute.rotate_queries(layer, call.q, 0), self.absolute.rotate(layer, call.k, 0)
         return q, k, call.v, mask
 
 
@@ -136,7 +134,7 @@ class Fading(Student):
         layer = call.layer
         if self.attachment.shape.units[layer].sliding:
             return self._sliding(call)
-        q, k = (self.absolute.rotate(layer, x, 0) for x in (call.q, call.k))
+        q, k = self.absolute.rotate_queries(layer, call.q, 0), self.absolute.rotate(layer, call.k, 0)
         if not self.heads.config.has_head(layer):
             return q, k, call.v, None
         rates = F.logsigmoid(self._scores(call))

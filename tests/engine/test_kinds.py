@@ -1,5 +1,5 @@
 """The laws on models whose layers keep other things than keys and values of equal shape: a recurrent state, latents,
-units of other layers, units of another width; and on one that scales queries by position."""
+units of other layers, units of another width; and on those that scale queries by position, or see blocks."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from hypothesis import strategies as st
 
 from locret_stream.engine import Engine
 from locret_stream.errors import ConfigError, SnapshotCorrupt, WindowExceeded
-from locret_stream.models import attached, differentiable
-from tests.architectures import BY_LAYER, LATENT, STATEFUL, make
+from locret_stream.models import attached, differentiable, visible
+from tests.architectures import BY_LAYER, BY_POSITION, LATENT, STATEFUL, make
 from tests.engine.test_decoding import alone, together
 from tests.engine.test_laws import operation, play
 from tests.kit import assert_same, build, examples, feed, ids_of, logits_at_each, model, stock_logits
 
 POLICIES = {"qwen3.5": "h2o", "lfm2": "tova", "granite4-h": "keydiff", "falcon-h1": "snapkv", "gemma4-e2b": "keydiff",
             "jamba": "h2o", "zamba": "tova", "gemma4-moe": "h2o", "mimo": "h2o", "deepseek-v3": "keydiff",
-            "deepseek-v3.2": "tova", "kimi-linear": "h2o", "ministral3": "tova"}
-KINDS = ["lfm2", "gemma4-e2b", "deepseek-v3", "qwen3.5", "mimo", "ministral3", "falcon-h1", "gemma4-moe", "granite4-h",
-         "deepseek-v3.2", "jamba", "zamba", "kimi-linear"]
+            "deepseek-v3.2": "tova", "kimi-linear": "h2o", "ministral3": "tova", "llama4": "h2o"}
+KINDS = ["lfm2", "gemma4-e2b", "deepseek-v3", "llama4", "qwen3.5", "mimo", "ministral3", "falcon-h1", "gemma4-moe",
+         "granite4-h", "deepseek-v3.2", "jamba", "zamba", "kimi-linear"]
 WITH_STATE = ["lfm2", "qwen3.5", "jamba", "falcon-h1", "granite4-h", "zamba", "kimi-linear"]
 UNITS, CHUNK = 20, 8
 SLOW = "kimi-linear"  # whose layers without attention take transformers' slow way on CPUs
@@ -31,7 +31,7 @@ token by token. Committed states are bit-equal in all."""
 
 
 def test_every_kind_is_tried():
-    assert {*KINDS} == {*STATEFUL, *BY_LAYER, *LATENT, "ministral3"} == {*POLICIES}
+    assert {*KINDS} == {*STATEFUL, *BY_LAYER, *LATENT, *BY_POSITION} == {*POLICIES}
     assert {*WITH_STATE} == {SLOW} | {name for name in KINDS if name != SLOW and engine_of(name).attachment.states}
 
 
@@ -49,7 +49,7 @@ def engine_of(on: str, policy: str = "", units: int = UNITS, **options: int) -> 
     return build(policy or POLICIES[on], on=model(on), units=units, chunk_size=CHUNK, slots=6, **options)
 
 
-@pytest.mark.parametrize("on", some(KINDS, 7))
+@pytest.mark.parametrize("on", some(KINDS, 8))
 def test_it_is_exact_while_it_fits(on: str):
     """Fed one by one and asked after each, which runs every way of computing a provisional unit."""
     ids = ids_of(60, seed=4)
@@ -102,8 +102,8 @@ def test_the_formula_is_what_the_tensors_take(on: str, policy: str):
     assert engine.pool.slot_bytes == sum(engine.pool.layer_bytes) + 2 * engine.shape.state_bytes
 
 
-@pytest.mark.parametrize("on", some(["lfm2", "gemma4-moe", "mimo", "qwen3.5", "falcon-h1", "granite4-h",
-                                     "gemma4-e2b"], 2))
+@pytest.mark.parametrize("on", some(["lfm2", "gemma4-moe", "llama4", "mimo", "qwen3.5", "falcon-h1", "granite4-h",
+                                     "gemma4-e2b"], 3))
 def test_units_in_few_bits_follow_the_same_laws(on: str):
     engine = build("keydiff", on=model(on), units=UNITS, chunk_size=CHUNK, slots=4, store_bits=8)
     assert engine.pool.bytes_resident == engine.pool.formula_bytes()
@@ -231,3 +231,31 @@ def test_receipts_of_layers_with_other_numbers_of_heads():
     assert receipts.kept.shape == (engine.shape.layers, 2, 6 * CHUNK + 3)
     for layer, (unit, count) in enumerate(zip(engine.shape.units, state.store.counts, strict=True)):
         assert receipts.kept[layer].sum(-1).tolist() == [count + 3] * unit.kv_heads + [0] * (2 - unit.kv_heads)
+
+
+@pytest.mark.parametrize(("units", "chunk_size"), [(40, 5), (40, 17), (7, 8)])
+def test_a_block_is_seen_from_its_start_and_never_beyond(units: int, chunk_size: int):
+    """Llama 4's layers of 12: whatever part of a block is committed with the next one, or alone, and where a budget is
+    less than a block, of the last of its tokens."""
+    stock, ids = model("llama4"), ids_of(60, seed=2)
+    engine = build("streaming_llm", on=stock, units=units, chunk_size=chunk_size, sinks=1, stabilizers=1)
+    unit = engine.shape.units[0]
+    assert (unit.sliding, unit.blocks, engine.shape.units[3].sliding) == (12, True, None)
+    assert engine.budgets == (min(12, units),) * 3 + (units,)
+    found = logits_at_each(engine, engine.open(0), ids[:units])
+    assert (found - stock_logits(stock, ids[:units])).abs().max() <= 1e-4
+    for position in (0, 11, 12, 35):
+        assert unit.reach(position) == position % 12 + 1 == visible(
+            unit, torch.tensor([position]), torch.arange(60)).sum()
+
+
+def test_contexts_in_other_places_of_their_blocks_decode_together():
+    """One step of them: a window for each."""
+    engine = engine_of("llama4", "streaming_llm", units=64)
+    stock, places = model("llama4"), (10, 11, 12, 25)
+    states = [engine.open(slot) for slot in range(4)]
+    for state, place in zip(states, places, strict=True):
+        feed(engine, state, ids_of(place, seed=place))
+    together(engine, states, [5] * 4)
+    for found, place in zip(together(engine, states, [6] * 4), places, strict=True):
+        assert (found - stock_logits(stock, [*ids_of(place, seed=place), 5])[-1]).abs().max() <= 1e-4

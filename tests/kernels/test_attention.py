@@ -174,6 +174,20 @@ def test_attention_by_products_is_for_chunks_in_bf16_of_which_nobody_needs_more(
 
 
 @pytest.mark.parametrize("ops", OPERATIONS)
+@pytest.mark.parametrize("extra", [{}, {"softcap": 2.0}])
+def test_decode_attention_has_a_window_of_each_context(ops, extra):
+    q, keys, values = (torch.randn(3, heads, count, 8, generator=torch.Generator().manual_seed(heads + count))
+                       for heads, count in ((4, 1), (2, 20), (2, 21)))
+    slots, lengths, windows = torch.tensor([2, 0, 1]), torch.tensor([20, 7, 3]), torch.tensor([1, 5, 9])
+    found = ops.decode_attention(q, keys, values[:, :, 1:], slots, lengths, 0.3, window=windows, **extra)
+    for row in range(3):
+        part = slice(row, row + 1)
+        alone = ops.decode_attention(q[part], keys, values[:, :, 1:], slots[part], lengths[part], 0.3,
+                                     window=int(windows[row]), **extra)
+        assert torch.equal(found[part], alone)
+
+
+@pytest.mark.parametrize("ops", OPERATIONS)
 @pytest.mark.parametrize("on_load", [False, True])
 @pytest.mark.parametrize("extra", EXTRAS)
 @pytest.mark.parametrize(("T", "G"), [(1, 1), (1, 3), (3, 2)])

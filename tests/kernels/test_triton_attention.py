@@ -194,6 +194,19 @@ def test_decode(lengths, C, H, G, T, D, dtype, rope, window, softcap, sink_logit
     check_decode(lengths, C, H, G, T, D, dtype, rope, window, softcap, sink_logits)
 
 
+@pytest.mark.parametrize("programs", [None, 3])
+def test_decode_has_a_window_of_each_context(programs, monkeypatch):
+    """As where layers see blocks of a stream, and contexts stand in other places of theirs."""
+    if programs:
+        monkeypatch.setattr(decode_module, "_PROGRAMS", programs)
+    q, keys, values = noise(3, 4, 1, 16, dtype=F32, seed=1), pool((4, 2, 90, 16), F32), pool((4, 2, 90, 16), F32)
+    for each in (keys, values):
+        each.copy_(noise(4, 2, 90, 16, dtype=F32, seed=2))
+    slots, lengths, windows = (torch.tensor(each, device=DEVICE) for each in ([2, 0, 3], [90, 7, 40], [1, 5, 33]))
+    close(decode_attention(q, keys, values, slots, lengths, 0.3, window=windows),
+          reference.decode_attention(q, keys, values, slots, lengths, 0.3, window=windows), OUT[F32])
+
+
 def test_decode_rounds_turned_keys_as_stored_ones():
     """cos = 1 + 2^-10 is lost in bf16: two equal logits, not 1024 and 1025."""
     q = torch.tensor([1024.0, 0.0], device=DEVICE, dtype=BF16).view(1, 1, 1, 2)

@@ -124,6 +124,7 @@ def test_attention_behind_gates_has_the_right_gradient():
 # -- the student --------------------------------------------------------------------------------------------------
 
 BUDGET = Budget(units=14, sinks=1, stabilizers=2, allocation=(1.0, 2.0, 0.5))
+UNEVEN = {"llama4": (0.4, 1.0, 0.5, 2.0)}
 
 
 def student_of(attachment, heads, budgets, **more) -> Student:
@@ -132,7 +133,7 @@ def student_of(attachment, heads, budgets, **more) -> Student:
 
 @pytest.mark.parametrize("name, policy", [("llama", "locret"), ("llama", "kvzap"), ("qwen3", "locret"),
                                           ("smollm3", "locret"), ("gemma3", "locret"), ("gpt-oss", "locret"),
-                                          ("phi3-partial", "locret")])
+                                          ("phi3-partial", "locret"), ("llama4", "locret")])
 @torch.no_grad()
 @pytest.mark.thorough(but=1)
 def test_with_hard_gates_it_is_the_engine(name, policy):
@@ -140,7 +141,8 @@ def test_with_hard_gates_it_is_the_engine(name, policy):
     attachment = models.attach(make(name))
     heads = random_heads(attachment, seed=5, policy=policy)
     listening = Recording(make_policy(policy, heads=heads))
-    engine = Engine(attachment, StreamConfig(budget=BUDGET, chunk_size=8, policy=policy), listening, 1)
+    budget = msgspec.structs.replace(BUDGET, allocation=UNEVEN.get(name, BUDGET.allocation))
+    engine = Engine(attachment, StreamConfig(budget=budget, chunk_size=8, policy=policy), listening, 1)
     for length in (57, 64, 71):  # a last chunk of one token, a whole one, and one between
         example = Example(ids_of(length, distinct=True), make_examples(1, length)[0].answer_spans)  # no two units tie
         hidden = student_of(attachment, heads, engine.budgets).hidden(example.ids[None], 1e-6)

@@ -25,13 +25,14 @@ _IN_FLIGHT = 100 << 10  # bytes of its shared memory for each of the two
 
 
 @triton.jit
-def _partial(q, keys, values, slots, lengths, cos, sin, sink_logits, out, lse, stride_q, stride_k, stride_v, stride_cos,
-             stride_sin, stride_out, T, H, scale, G: tl.constexpr, D: tl.constexpr, WINDOW: tl.constexpr,
-             SOFTCAP: tl.constexpr, SINK_LOGITS: tl.constexpr, ROPE: tl.constexpr, SPLIT: tl.constexpr,
-             DOT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-             BLOCK_HALF: tl.constexpr):
+def _partial(q, keys, values, slots, lengths, windows, cos, sin, sink_logits, out, lse, stride_q, stride_k, stride_v,
+             stride_cos, stride_sin, stride_out, T, H, scale, G: tl.constexpr, D: tl.constexpr, WINDOW: tl.constexpr,
+             OF_EACH: tl.constexpr, SOFTCAP: tl.constexpr, SINK_LOGITS: tl.constexpr, ROPE: tl.constexpr,
+             SPLIT: tl.constexpr, DOT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+             BLOCK_D: tl.constexpr, BLOCK_HALF: tl.constexpr):
     """One split of one context's units, for a tile of the G * T rows of one KV head.
 
+    WINDOW: of all contexts, 0 for none. OF_EACH: each has its own, in `windows`.
     SPLIT: normalized rows and their base-2 log-sum-exp into [A * H*G * T, splits, D] and [A * H*G * T, splits]; else
     the result itself.
     """
@@ -47,8 +48,12 @@ def _partial(q, keys, values, slots, lengths, cos, sin, sink_logits, out, lse, s
     ranks = length - T + rows % T
     # The units that some query sees, in equal splits: a short context has as many splits as others, and shorter ones.
     first = length * 0
-    if WINDOW > 0:
-        first = tl.maximum(length - T - WINDOW + 1, 0)
+    if OF_EACH:
+        window = tl.load(windows + context).to(tl.int32)
+    else:
+        window = WINDOW
+    if WINDOW > 0 or OF_EACH:
+        first = tl.maximum(length - T - window + 1, 0)
     span = tl.cdiv(tl.cdiv(length - first, tl.num_programs(0)), 16) * 16
     lo = first + split * span
     hi = tl.minimum(lo + span, length)
@@ -105,8 +110,8 @@ def _partial(q, keys, values, slots, lengths, cos, sin, sink_logits, out, lse, s
             products = tl.dot(q1, tl.trans(k1.to(DOT)), input_precision="ieee")
         distance = ranks[:, None] - (start + units)[None, :]
         seen = (distance >= 0) & (units < left)[None, :]
-        if WINDOW > 0:
-            seen = seen & (distance < WINDOW)
+        if WINDOW > 0 or OF_EACH:
+            seen = seen & (distance < window)
         logits = tl.where(seen, base2_logits(products, scale, SOFTCAP), float("-inf"))
         acc, top, total = softmax_step(acc, top, total, logits, v_tile, DOT)
         k += BLOCK_N * stride_k[2]
@@ -164,7 +169,7 @@ def _blocks(dtype: tl.dtype, dim: int, unit_bytes: int) -> dict[str, int]:
 
 
 def decode_attention(q: Tensor, keys: Tensor, values: Tensor, slots: Tensor, lengths: Tensor, scale: float, *,
-                     cos: Tensor | None = None, sin: Tensor | None = None, window: int | None = None,
+                     cos: Tensor | None = None, sin: Tensor | None = None, window: int | Tensor | None = None,
                      softcap: float | None = None, sink_logits: Tensor | None = None) -> Tensor:
     """`reference.decode_attention`."""
     contexts, query_heads, new, dim = q.shape
@@ -186,12 +191,15 @@ def decode_attention(q: Tensor, keys: Tensor, values: Tensor, slots: Tensor, len
         partial = lse = out
     if not rope:
         cos = sin = q  # not read
+    of_each = isinstance(window, Tensor)
+    windows, one = (window.contiguous(), 0) if isinstance(window, Tensor) else (lengths, window or 0)
     _partial[splits, tiles, contexts](
-        q, keys, values, slots.contiguous(), lengths.contiguous(), cos, sin,
+        q, keys, values, slots.contiguous(), lengths.contiguous(), windows, cos, sin,
         q if sink_logits is None else sink_logits.contiguous(), partial, lse, q.stride(), keys.stride(),
         values.stride(), cos.stride(), sin.stride(), out.stride(), new, heads, scale, G=group, D=dim,
-        WINDOW=window or 0, SOFTCAP=softcap or 0.0, SINK_LOGITS=sink_logits is not None, ROPE=rope, SPLIT=splits > 1,
-        DOT=dtype, BLOCK_M=rows, BLOCK_D=wide, BLOCK_HALF=block_dim(dim // 2), enable_fp_fusion=True, **blocks)
+        WINDOW=one, OF_EACH=of_each, SOFTCAP=softcap or 0.0, SINK_LOGITS=sink_logits is not None, ROPE=rope,
+        SPLIT=splits > 1, DOT=dtype, BLOCK_M=rows, BLOCK_D=wide, BLOCK_HALF=block_dim(dim // 2), enable_fp_fusion=True,
+        **blocks)
     if splits > 1:
         _combine[(contexts * query_heads * new,)](
             partial, lse, out, out.stride(), new, query_heads, splits, D=dim, BLOCK_D=wide,
