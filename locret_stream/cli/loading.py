@@ -85,7 +85,7 @@ def _shows_template(folder: Path) -> bool:
 def runtime_options(options: RuntimeOptions, **more: Any) -> dict[str, Any]:
     """What the options are for `Runtime.from_pretrained`. Raises ConfigError."""
     given = {**msgspec.structs.asdict(options), **more}
-    if given["policy"] not in POLICY_NAMES:  # before anything is loaded, and before a cluster starts
+    if given["policy"] not in (None, *POLICY_NAMES):  # before anything is loaded, and before a cluster starts
         raise UnknownPolicy(given["policy"], POLICY_NAMES)
     budget = options.budget
     if budget is not None and budget.strip().isdecimal():
