@@ -256,6 +256,12 @@ def test_score_units_takes_any_biases(variant: str):
     check_score(q, k, v, fc1, fc2, F.silu, None, bias2)
 
 
+@pytest.mark.parametrize("width", [5, 0])
+def test_score_units_of_values_of_another_width_or_none(width: int, variant: str):
+    q, k, v, fc1, fc2, biases = head_inputs(torch.float32, 2, 2, 20, 12, 40)
+    check_score(q, k, v[..., :width], fc1[:, :6 * 12 + 2 * width], fc2, F.silu, *biases)
+
+
 def test_score_units_of_strided_inputs(variant: str):
     q, k, v, fc1, fc2, biases = head_inputs(torch.float32, 2, 3, 33, 10, 40)
     every_other = torch.full((33, 6, 20), math.nan, device=DEVICE).transpose(0, 1)[..., ::2]
@@ -372,9 +378,9 @@ def test_rotate_halves_writes_nothing_else():
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_write_units_moves_bits_and_writes_nothing_else(dtype: torch.dtype, count: int):
-    S, H, C, D, A = 5, 3, 11, 20, 4
-    tensors = [any_bits((S, H, C, D), dtype, seed) for seed in range(count)]
-    units = [any_bits((A, 1, H, D), dtype, 10 + seed).transpose(1, 2) for seed in range(count)]
+    S, H, C, A, dims = 5, 3, 11, 4, (20, 12, 33)[:count]  # V may have another width than K
+    tensors = [any_bits((S, H, C, D), dtype, D) for D in dims]
+    units = [any_bits((A, 1, H, D), dtype, 10 + D).transpose(1, 2) for D in dims]
     slots, ranks = torch.tensor([[3, 0], [0, 10], [4, 5], [1, 5]], device=DEVICE).unbind(1)
     expected = [x.clone() for x in tensors]
     reference.write_units(expected, units, slots, ranks)
