@@ -118,8 +118,18 @@ BY_POSITION = {
         layer_types=["chunked_attention"] * 3 + ["full_attention"]),
 }
 """Models that do something to queries by position, or whose layers see blocks of the stream."""
+OTHERWISE_BUILT = {
+    "dbrx": lambda: tf.DbrxConfig(
+        vocab_size=401, d_model=64, n_heads=4, n_layers=3, max_seq_len=4096,
+        attn_config=dict(kv_n_heads=2, rope_theta=10_000.0, clip_qkv=8.0),
+        ffn_config=dict(ffn_hidden_size=96, moe_num_experts=4, moe_top_k=2, hidden_size=64)),
+    "modernbert-decoder": lambda: tf.ModernBertDecoderConfig(
+        **BASE, cls_token_id=1, sep_token_id=2, local_attention=24, global_attn_every_n_layers=2),
+    "hrm": lambda: tf.HrmTextConfig(**BASE | dict(num_hidden_layers=2), head_dim=16, H_cycles=2, L_cycles=1),
+}
+"""Models whose layers have other names, or whose modules are several layers each."""
 
-CONFIGS = PLAIN | STATEFUL | BY_LAYER | LATENT | BY_POSITION
+CONFIGS = PLAIN | STATEFUL | BY_LAYER | LATENT | BY_POSITION | OTHERWISE_BUILT
 
 
 def make(name: str, *, attn: str | None = None, dtype: torch.dtype = torch.float32, seed: int = 0,

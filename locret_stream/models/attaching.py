@@ -16,7 +16,7 @@ from transformers import DynamicCache, PreTrainedModel
 from locret_stream.errors import LocretError, UnsupportedModel
 from locret_stream.models.attachment import Attachment, input_of
 from locret_stream.models.calls import Attended, LayerCall, visible
-from locret_stream.models.decoders import decoder_of
+from locret_stream.models.decoders import decoder_of, layers_of
 from locret_stream.models.refusals import why_not
 from locret_stream.models.weights import adapters, base_of, form, shadow
 
@@ -196,17 +196,16 @@ def _gap(found: Tensor, expected: Tensor, scale: Tensor) -> float:
     return gap.item() / max(scale.item(), 1e-6)
 
 
-def _read_whole(stock: PreTrainedModel, ids: Tensor) -> tuple[dict[int, tuple[Tensor, Tensor]], Tensor, Tensor]:
-    """Input and output of every layer of the stock model that it runs, by number, the input of its head, [1, T, hidden]
+def _read_whole(stock: PreTrainedModel, ids: Tensor) -> tuple[list[tuple[Tensor, Tensor]], Tensor, Tensor]:
+    """Input and output of every layer of the stock model, as often as it runs, the input of its head, [1, T, hidden]
     each, and its logits [1, T, vocab] fp32."""
-    of_layers: dict[int, tuple[Tensor, Tensor]] = {}
+    of_layers: list[tuple[Tensor, Tensor]] = []
     last: list[Tensor] = []
     with ExitStack() as hooks:
         decoder = decoder_of(stock)
-        for number, layer in enumerate(decoder.layers):
+        for layer in layers_of(decoder):
             hooks.enter_context(layer.register_forward_hook(
-                lambda _, args, kwargs, out, number=number: of_layers.__setitem__(
-                    number, (input_of(args, kwargs), _first(out))), with_kwargs=True))
+                lambda _, args, kwargs, out: of_layers.append((input_of(args, kwargs), _first(out))), with_kwargs=True))
         hooks.enter_context(decoder.register_forward_hook(
             lambda _, args, out: last.append(out.last_hidden_state)))
         logits = stock(ids[None], use_cache=False).logits.float()
@@ -241,20 +240,19 @@ def _read_in_pieces(attachment: Attachment, ids: Tensor) -> list[Tensor]:
 
 def _gap_by_layer(attachment: Attachment, ids: Tensor, of_layers: dict[int, tuple[Tensor, Tensor]]) -> float:
     """The largest difference of any layer's output, where each layer gets the input of the stock model's."""
-    inputs = {number: before.split(PIECES, 1) for number, (before, _) in of_layers.items()}
-    outputs: dict[int, list[Tensor]] = {number: [] for number in of_layers}
+    inputs = [before.split(PIECES, 1) for before, _ in of_layers]
+    outputs: list[Tensor] = []  # of layer after layer, in piece after piece
 
-    def replace(layer: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        stock = inputs[layer][len(outputs[layer])]
+    def replace(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        piece, layer = divmod(len(outputs), len(inputs))
+        stock = inputs[layer][piece]
         return ((stock, *args[1:]), kwargs) if args else (args, kwargs | {"hidden_states": stock})
 
     with ExitStack() as hooks:
-        for index in of_layers:
-            layer = attachment.layers[index]
-            hooks.enter_context(layer.register_forward_pre_hook(
-                lambda _, args, kwargs, index=index: replace(index, args, kwargs), with_kwargs=True))
-            hooks.enter_context(layer.register_forward_hook(
-                lambda _, args, out, index=index: outputs[index].append(_first(out))))
+        for each in attachment.layers:
+            hooks.enter_context(each.register_forward_pre_hook(
+                lambda _, args, kwargs: replace(args, kwargs), with_kwargs=True))
+            hooks.enter_context(each.register_forward_hook(lambda _, args, out: outputs.append(_first(out))))
         _read_in_pieces(attachment, ids)
-    return max(_gap(torch.cat(outputs[number], 1), after.float(), (after - before).float().square().mean().sqrt())
-               for number, (before, after) in of_layers.items())
+    return max(_gap(torch.cat(outputs[layer::len(inputs)], 1), after.float(),
+                    (after - before).float().square().mean().sqrt()) for layer, (before, after) in enumerate(of_layers))

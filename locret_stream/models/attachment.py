@@ -27,7 +27,7 @@ from locret_stream.errors import UnsupportedModel
 from locret_stream.heads import RetainingHeads
 from locret_stream.kernels import uses_triton
 from locret_stream.models.calls import LayerCall, Step, additive_mask
-from locret_stream.models.decoders import decoder_of, path_to_replace
+from locret_stream.models.decoders import decoder_of, layers_of, path_to_replace
 from locret_stream.models.indexed import chosen_at_most
 from locret_stream.models.latent import keep_latents, latent_of
 from locret_stream.models.linears import pack, quicken
@@ -116,6 +116,7 @@ class Attachment:
         self._step: Step | None = None
         self._asked: list[tuple[Any, LayerCall]] | None = None  # what is noted, while a probe runs
         self._graded = False  # whether forwards build an autograd graph
+        self._in_turns: list[Any] = []  # attention modules that are several layers, one after another
         self._input: Any = None  # the input of the attention module that is running: a tensor, or None in the probes
         this = weakref.ref(self)
         for module in decoder.modules():  # a probe shows which of them attend
@@ -126,10 +127,10 @@ class Attachment:
         self.stepwise = bool(stepwise)
         self.shares = any(layer.reads is not None for layer in layers)
         keeping = [layer for layer in layers if layer.reads is None]
+        turns: dict[Any, list[tuple[int, bool]]] = {}
         for layer in layers:
             kept = layer if layer.reads is None else layers[layer.reads]
-            layer.module.locret_layer, layer.module.locret_keeps = keeping.index(kept), kept is layer
-            _note_inputs(layer.module)
+            turns.setdefault(layer.module, []).append((keeping.index(kept), kept is layer))
         layers = keeping
         self._attentions = [layer.module for layer in layers]
         self.places = [Place(layer.call.k.device, layer.call.k.dtype) for layer in layers]
@@ -138,6 +139,10 @@ class Attachment:
                                 [unit.key_dim for unit in self.shape.units],
                                 [0 if latent is None else latent.width for latent in map(latent_of, self._attentions)],
                                 self._query_factors())
+        for module, each in turns.items():
+            module.locret_layer, module.locret_keeps = each[0]
+            _note_inputs(module, each)
+        self._in_turns = [module for module, each in turns.items() if len(each) > 1]
         for tree in (self._decoder, self._shadow):
             quicken(tree)
             fuse(tree)
@@ -194,12 +199,8 @@ class Attachment:
         if not isinstance(model, PreTrainedModel):
             raise UnsupportedModel(f"found {type(model).__name__}; expected a transformers causal LM, such as "
                                    "AutoModelForCausalLM.from_pretrained(...) gives")
-        try:
-            decoder = decoder_of(model)
-            layers = list(decoder.layers)
-        except AttributeError:
-            layers = []
-        if not layers or model.get_output_embeddings() is None or learned_positions(decoder):
+        decoder = decoder_of(model)
+        if not layers_of(decoder) or model.get_output_embeddings() is None or learned_positions(decoder):
             raise UnsupportedModel(f"{type(model).__name__}: {why_not(model)}")
 
     def _take_base_out(self, model: PreTrainedModel) -> str:
@@ -257,7 +258,7 @@ class Attachment:
     @property
     def layers(self) -> list[nn.Module]:
         """The decoder's layers."""
-        return list(self._decoder.layers)
+        return layers_of(self._decoder)
 
     @property
     def linears(self) -> list[nn.Linear]:
@@ -269,11 +270,12 @@ class Attachment:
         """Name of the activation of the model's MLPs, which retaining heads use, too (Locret, section 3.2)."""
         return getattr(self._config, "hidden_act", "") or getattr(self._config, "hidden_activation", "silu")
 
-    def _ask(self, ids: Tensor, carried: Carried | None = None) -> tuple[Tensor, list[tuple[Any, LayerCall]]]:
+    def _ask(self, ids: Tensor, carried: Carried | None = None, start: int = 0
+             ) -> tuple[Tensor, list[tuple[Any, LayerCall]]]:
         """Hidden states of a forward in which attention gives zeros, and who asked it for what."""
         asked = self._asked = []
         try:
-            return self.hidden(ids, None, carried), asked
+            return self.hidden(ids, None, carried, start), asked
         finally:
             self._asked = None
 
@@ -320,6 +322,8 @@ class Attachment:
         """
         positions = torch.arange(ids.shape[1], device=ids.device)[None] + start
         self._step = step
+        for module in self._in_turns:
+            module.locret_turn = 0
         try:
             with torch.set_grad_enabled(self._graded):
                 more = {} if carried is None else {"past_key_values": carried}
@@ -382,9 +386,10 @@ def input_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     return args[0] if args else kwargs["hidden_states"]
 
 
-def _note_inputs(module: Any) -> None:
-    """Make an attention module pass its input to its attachment, as transformers gives it to no attention function. The
-    module's forward is wrapped, because hooks cost more time per step."""
+def _note_inputs(module: Any, turns: Sequence[tuple[int, bool]]) -> None:
+    """Make an attention module pass its input to its attachment, as transformers gives it to no attention function; and
+    where it runs several times in a forward, know which layer it is now, and whether that keeps units, of its `turns`.
+    The module's forward is wrapped, because hooks cost more time per step."""
     own, plain, this = vars(module).get("forward"), type(module).forward, weakref.ref(module)
 
     def noting(*args: Any, **kwargs: Any) -> Any:
@@ -392,7 +397,13 @@ def _note_inputs(module: Any) -> None:
         module.locret_attachment()._input = input_of(args, kwargs)
         return plain(module, *args, **kwargs) if own is None else own(*args, **kwargs)
 
-    module.forward = noting
+    def turning(*args: Any, **kwargs: Any) -> Any:
+        module: Any = this()
+        module.locret_layer, module.locret_keeps = turns[module.locret_turn]
+        module.locret_turn += 1
+        return noting(*args, **kwargs)
+
+    module.forward = noting if len(turns) == 1 else turning
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, causal: bool) -> Tensor:

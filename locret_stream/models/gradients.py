@@ -24,14 +24,19 @@ def differentiable(attachment: Attachment) -> Iterator[None]:
     all that a `step` adds, and never to the model's weights, even if these require gradients. The backward pass must
     run inside, too.
 
+    Raises:
+        UnsupportedModel: an attention module is several layers; which one depends on how often it ran in a forward.
+
     Only one hidden state per layer is kept for it: every layer, its `step` included, runs again in the backward pass
     (gradient checkpointing; Chen et al., arXiv:1604.06174), so that a `step` must depend on its call alone.
     """
+    if attachment._in_turns:
+        raise UnsupportedModel("gradients do not pass through a model in which one attention module is several layers")
     trees = attachment._decoder, attachment._shadow
     modules = {id(module): module for tree in trees for module in tree.modules()}.values()
     weights = [(module, dict(module._parameters)) for module in modules if module._parameters]
     quicker = [(module, vars(module)["forward"]) for module in modules if is_quicker(module)]
-    graded, forwards = attachment._graded, [(layer, vars(layer).get("forward")) for layer in attachment._decoder.layers]
+    graded, forwards = attachment._graded, [(layer, vars(layer).get("forward")) for layer in attachment.layers]
     try:
         for module, parameters in weights:  # modules of the shadow: the user's keep their parameters
             module._parameters.update({name: nn.Parameter(p.detach(), requires_grad=False)

@@ -17,20 +17,23 @@ from locret_stream.cache import StateTensor
 from locret_stream.config import ModelShape, UnitShape
 from locret_stream.errors import UnsupportedModel
 from locret_stream.models.calls import LayerCall
+from locret_stream.models.decoders import layers_of
 from locret_stream.models.mixers import forgetful, mixing
 from locret_stream.models.recurrent import Carried
 from locret_stream.models.refusals import ATTENDING, BLOCKS, why_not
 from locret_stream.models.rotary import Rotary, Source
 
-Ask = Callable[[Tensor, Carried | None], tuple[Tensor, list[tuple[Any, LayerCall]]]]
-"""Runs ids [1, T] in a forward in which attention gives zeros; returns hidden states, and who asked it for what."""
+Ask = Callable[..., tuple[Tensor, list[tuple[Any, LayerCall]]]]
+"""Runs ids [1, T] in a forward in which attention gives zeros, from a recurrent state and at a `start` that it may be
+given; returns hidden states, and who asked it for what."""
+LATER = 3  # another position of a probe's first id, by which keys before RoPE must not differ
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Probed:
-    """A layer that attends: its number in the decoder, its module, what it gave to attention before RoPE, where its
-    embeddings come from, if it has RoPE, and which one before, among those that attend, it reads the units of, if it
-    keeps none."""
+    """A layer that attends: its number in the decoder, its module, which may be that of others, too (HRM), what it gave
+    to attention before RoPE, where its embeddings come from, if it has RoPE, and which one before, among those that
+    attend, it reads the units of, if it keeps none."""
 
     number: int
     module: Any
@@ -56,26 +59,27 @@ def probe(model: PreTrainedModel, decoder: Any, config: Any, rotary: Rotary, ask
     carried = Carried(config) if _has_states(config) else None
     with mixing(decoder) as mixers:
         out, plain = ask(ids, carried)
-    modules = [module for module, _ in plain]
-    _expect_alike(model, modules, {call.k.dtype for _, call in plain})
+    _expect_alike(model, {call.k.dtype for _, call in plain})
     sources: dict[int, Source | None] = {}
     with rotary.as_the_model_has_it() as source_of, ExitStack() as hooks:
-        for module in modules:
+        for module in {id(module): module for module, _ in plain}.values():
             hooks.enter_context(module.register_forward_pre_hook(
-                lambda module, *arguments: sources.__setitem__(id(module), source_of(arguments)), with_kwargs=True))
-        _, rotated = ask(ids, None)
-    numbers = {id(module): number for number, layer in enumerate(decoder.layers) for module in layer.modules()}
+                lambda module, *given: sources.__setitem__(id(module), source_of(given)), with_kwargs=True))
+        _, rotated = ask(ids)
+    _, later = ask(ids, start=LATER)
+    numbers = {id(module): number for number, layer in enumerate(layers_of(decoder)) for module in layer.modules()}
     layers: list[Probed] = []
-    for (module, call), (_, turned) in zip(plain, rotated, strict=True):
+    for (module, call), (_, turned), (_, moved) in zip(plain, rotated, later, strict=True):
         number, rotates = numbers[id(module)], not torch.equal(call.k, turned.k)
         reads = next((at for at, earlier in enumerate(layers) if call.k is earlier.call.k), None)
-        if rotates and sources[id(module)] is None:
+        if (rotates and sources[id(module)] is None) or not torch.equal(call.k, moved.k):
             raise UnsupportedModel(f"{type(model).__name__}: layer {number} turns its keys by position in a way of "
                                    f"its own; {why_not(model)}")
         layers.append(Probed(number, module, call, sources[id(module)] if rotates else None, reads))
     if carried is None:
         return layers, (), [], out.device
-    stepwise = forgetful([mixed for mixed in mixers if mixed.module not in modules], config, carried)
+    attend = [module for module, _ in plain]
+    stepwise = forgetful([mixed for mixed in mixers if mixed.module not in attend], config, carried)
     return layers, carried.found(), stepwise, out.device
 
 
@@ -108,13 +112,10 @@ def shape_of(model: PreTrainedModel, config: Any, layers: list[Probed], chosen: 
                       indexed=window == chosen)
 
 
-def _expect_alike(model: PreTrainedModel, modules: list[Any], dtypes: set[torch.dtype]) -> None:
-    """Raises UnsupportedModel: no module attends, one does for several layers, or their dtypes differ."""
-    if not modules:
+def _expect_alike(model: PreTrainedModel, dtypes: set[torch.dtype]) -> None:
+    """Raises UnsupportedModel: no module attends, or the dtypes of their keys differ."""
+    if not dtypes:
         raise UnsupportedModel(f"{type(model).__name__}: {why_not(model)}")
-    if len({id(module) for module in modules}) < len(modules):
-        raise UnsupportedModel(f"{type(model).__name__}: one attention module serves several of its layers; "
-                               "expected one for each")
     if len(dtypes) > 1 or not all(dtype.is_floating_point for dtype in dtypes):
         raise UnsupportedModel(f"{type(model).__name__}: its layers give keys of {sorted(map(str, dtypes))}; "
                                "expected one floating-point dtype: load it with dtype=... for all of them")

@@ -124,8 +124,10 @@ def drop_towers(model: Any) -> None:
     """Take out of a multimodal model what reads images and sounds: it takes memory, and text does not need it. Its
     weights lie in mapped files, so that they were not read yet."""
     from torch import nn
+
+    from locret_stream.models.decoders import decoder_of
     base = getattr(model, model.base_model_prefix, model)
-    decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
+    decoder = decoder_of(model) if hasattr(model, "get_decoder") else None
     if not isinstance(base, nn.Module) or not isinstance(decoder, nn.Module) or base is decoder:
         return
     needed = decoder, model.get_output_embeddings()

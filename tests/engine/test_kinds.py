@@ -1,5 +1,6 @@
 """The laws on models whose layers keep other things than keys and values of equal shape: a recurrent state, latents,
-units of other layers, units of another width; and on those that scale queries by position, or see blocks."""
+units of other layers, units of another width; on those that scale queries by position, or see blocks; and on one whose
+modules are several layers each."""
 
 from __future__ import annotations
 
@@ -18,9 +19,9 @@ from tests.kit import assert_same, build, examples, feed, ids_of, logits_at_each
 
 POLICIES = {"qwen3.5": "h2o", "lfm2": "tova", "granite4-h": "keydiff", "falcon-h1": "snapkv", "gemma4-e2b": "keydiff",
             "jamba": "h2o", "zamba": "tova", "gemma4-moe": "h2o", "mimo": "h2o", "deepseek-v3": "keydiff",
-            "deepseek-v3.2": "tova", "kimi-linear": "h2o", "ministral3": "tova", "llama4": "h2o"}
-KINDS = ["lfm2", "gemma4-e2b", "deepseek-v3", "llama4", "qwen3.5", "mimo", "ministral3", "falcon-h1", "gemma4-moe",
-         "granite4-h", "deepseek-v3.2", "jamba", "zamba", "kimi-linear"]
+            "deepseek-v3.2": "tova", "kimi-linear": "h2o", "ministral3": "tova", "llama4": "h2o", "hrm": "h2o"}
+KINDS = ["lfm2", "gemma4-e2b", "deepseek-v3", "llama4", "qwen3.5", "mimo", "ministral3", "falcon-h1", "hrm",
+         "gemma4-moe", "granite4-h", "deepseek-v3.2", "jamba", "zamba", "kimi-linear"]
 WITH_STATE = ["lfm2", "qwen3.5", "jamba", "falcon-h1", "granite4-h", "zamba", "kimi-linear"]
 UNITS, CHUNK = 20, 8
 SLOW = "kimi-linear"  # whose layers without attention take transformers' slow way on CPUs
@@ -31,7 +32,7 @@ token by token. Committed states are bit-equal in all."""
 
 
 def test_every_kind_is_tried():
-    assert {*KINDS} == {*STATEFUL, *BY_LAYER, *LATENT, *BY_POSITION} == {*POLICIES}
+    assert {*KINDS} == {*STATEFUL, *BY_LAYER, *LATENT, *BY_POSITION, "hrm"} == {*POLICIES}
     assert {*WITH_STATE} == {SLOW} | {name for name in KINDS if name != SLOW and engine_of(name).attachment.states}
 
 
