@@ -238,7 +238,7 @@ def _read_in_pieces(attachment: Attachment, ids: Tensor) -> list[Tensor]:
     return hidden
 
 
-def _gap_by_layer(attachment: Attachment, ids: Tensor, of_layers: dict[int, tuple[Tensor, Tensor]]) -> float:
+def _gap_by_layer(attachment: Attachment, ids: Tensor, of_layers: list[tuple[Tensor, Tensor]]) -> float:
     """The largest difference of any layer's output, where each layer gets the input of the stock model's."""
     inputs = [before.split(PIECES, 1) for before, _ in of_layers]
     outputs: list[Tensor] = []  # of layer after layer, in piece after piece

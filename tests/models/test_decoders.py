@@ -10,7 +10,7 @@ import torch
 
 from locret_stream.errors import UnsupportedModel
 from locret_stream.models import Attachment, attached, attaching, differentiable
-from locret_stream.models.parts import decoder_of, layers_of
+from locret_stream.models.decoders import decoder_of, layers_of
 from locret_stream.runtime.loading import drop_towers
 from tests.architectures import make
 from tests.kit import build, ids_of, logits_at_each, model, stock_logits
