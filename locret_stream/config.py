@@ -45,6 +45,7 @@ class UnitShape(msgspec.Struct, frozen=True, kw_only=True):
     Args:
         kv_heads: H. groups: query heads that share a KV head, G.
         key_dim, value_dim: numbers of K and of V, D. V of 0 numbers: K is V, too, as latent attention has it.
+        index_dim: numbers of the index key that is stored behind K, where the layer chooses what it attends to.
         sliding: how many of the last tokens the layer sees; None: all.
         blocks: whether it sees of these only the tokens of its own block: its window does not slide along, but begins
             anew at every multiple of its length (chunked attention, Llama 4).
@@ -54,6 +55,7 @@ class UnitShape(msgspec.Struct, frozen=True, kw_only=True):
     groups: int
     key_dim: int
     value_dim: int
+    index_dim: int = 0
     sliding: int | None = None
     blocks: bool = False
 
@@ -63,8 +65,8 @@ class UnitShape(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def dims(self) -> tuple[int, int]:
-        """Numbers of K and of V."""
-        return self.key_dim, self.value_dim
+        """Numbers that are stored of K and of V."""
+        return self.key_dim + self.index_dim, self.value_dim
 
     @property
     def query_heads(self) -> int:
@@ -79,7 +81,6 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
         units: of every layer that keeps units, in order; these are the L layers of a memory.
         window: positions that the model was made for. item_bytes: of one element of K or V.
         state_bytes: of the recurrent state of one context, which layers without attention carry.
-        indexed: whether `window` is the number of units up to which an index chooses all of them.
     """
 
     units: tuple[UnitShape, ...]
@@ -88,7 +89,6 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
     item_bytes: int
     hidden: int = 0
     state_bytes: int = 0
-    indexed: bool = False
 
     @classmethod
     def even(cls, *, layers: int, kv_heads: int, groups: int, head_dim: int, sliding: Sequence[int | None] = (),
@@ -114,7 +114,7 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def _forms(self) -> set[UnitShape]:
-        return {msgspec.structs.replace(unit, sliding=None, blocks=False) for unit in self.units}
+        return {msgspec.structs.replace(unit, sliding=None, blocks=False, index_dim=0) for unit in self.units}
 
     def one_unit(self, what: str) -> UnitShape:
         """The shape of a unit in every layer. Raises ConfigError: the layers differ, and `what` needs layers alike."""
@@ -123,6 +123,11 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError(f"{what} need layers that are alike; found layers of {forms} (KV heads, numbers of K and "
                               "of V): expected a policy that needs none, such as 'keydiff'")
         return self._forms.pop()
+
+    @property
+    def chooses(self) -> bool:
+        """Whether any layer chooses by index keys what it attends to."""
+        return any(unit.index_dim for unit in self.units)
 
     @property
     def most_heads(self) -> int:
@@ -382,6 +387,9 @@ def check_codes(shape: ModelShape, store_bits: tuple[int, int]) -> None:
     if store_bits != (16, 16) and not all(unit.value_dim for unit in shape.units):
         raise ConfigError(f"store_bits is {list(store_bits)}: latents, which are key and value at once, are kept as "
                           "the model has them; expected 16")
+    if store_bits != (16, 16) and shape.chooses:
+        raise ConfigError(f"store_bits is {list(store_bits)}: index keys, by which layers of this model choose what "
+                          "they attend to, are kept as the model has them; expected 16")
     for dim, bits in sorted({pair for unit in shape.units for pair in zip(unit.dims, store_bits, strict=True)}):
         if bits != 16 and (group := group_of(dim, bits)) * bits % 8:
             raise ConfigError(f"store_bits is {bits}: with a head dim of {dim}, {group} channels share a "
@@ -491,8 +499,6 @@ def check_window(budgets: tuple[int, ...], chunk_size: int, shape: ModelShape) -
         if units + chunk_size > shape.window and not shape.units[layer].sliding:
             raise WindowExceeded(
                 f"layer {layer} would hold {units} + {chunk_size} = {units + chunk_size} units, "
-                + (f"the model attends to all of at most {shape.window}, and of more to those that its index chooses, "
-                   "which is not served; expected " if shape.indexed else
-                   f"the model knows {shape.window} positions; expected ")
+                f"the model knows {shape.window} positions; expected "
                 + (f"at most {shape.window - chunk_size} units in a layer at this chunk_size"
                    if chunk_size < shape.window else f"a chunk_size below {shape.window}"))

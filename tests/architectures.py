@@ -98,8 +98,6 @@ BY_LAYER = {
 
 LATENT = {
     "deepseek-v3": lambda: tf.DeepseekV3Config(**BASE | dict(num_key_value_heads=4), **_LIKE_DEEPSEEK),
-    "deepseek-v3.2": lambda: tf.DeepseekV32Config(
-        **BASE | dict(num_key_value_heads=4), **_LIKE_DEEPSEEK, index_topk=128, index_n_heads=2, index_head_dim=16),
     "kimi-linear": lambda: tf.KimiLinearConfig(
         **BASE | dict(num_hidden_layers=4, num_key_value_heads=4), kv_lora_rank=16, qk_nope_head_dim=16,
         qk_rope_head_dim=8, v_head_dim=12, num_experts=4, num_experts_per_token=2, moe_intermediate_size=32,
@@ -107,6 +105,28 @@ LATENT = {
         layer_types=["linear_attention", "full_attention"] * 2),
 }
 """Models whose units are latents."""
+
+# Of few index heads none may score above 0, and between equal scores torch chooses by the length of the row.
+_INDEX = dict(index_topk=12, index_n_heads=16, index_head_dim=16)
+INDEXED = {
+    "deepseek-v3.2": lambda: tf.DeepseekV32Config(**BASE | dict(num_key_value_heads=4), **_LIKE_DEEPSEEK, **_INDEX),
+    "glm-5": lambda: tf.GlmMoeDsaConfig(
+        **BASE | dict(num_key_value_heads=4), **_LIKE_DEEPSEEK, **_INDEX, indexer_types=["full", "shared", "full"],
+        mlp_layer_types=["dense", "sparse", "sparse"]),
+    "hy-v4": lambda: tf.HYV4Config(
+        **BASE | dict(num_key_value_heads=4), **_LIKE_DEEPSEEK, **_INDEX, indexer_types=["full", "shared", "full"]),
+    "minimax-m3": lambda: tf.MiniMaxM3VLTextConfig(
+        **BASE, head_dim=16, dense_intermediate_size=96, num_local_experts=4, num_experts_per_tok=2,
+        index_n_heads=2, index_head_dim=16, index_block_size=4, index_topk_blocks=3,
+        layer_types=["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"]),
+    "qwen4-exp": lambda: tf.Qwen4ExpTextConfig(
+        **BASE | dict(num_hidden_layers=4), **_LINEAR, head_dim=16, num_experts=4, num_experts_per_tok=2,
+        moe_intermediate_size=32, shared_expert_intermediate_size=32, hc_lowrank=16, indexer_n_heads=4,
+        indexer_kv_heads=1, indexer_head_dim=16, indexer_budget=12, indexer_compress_ratio=4,
+        layer_types=["linear_attention", "indexed_attention"] * 2),
+}
+"""Models whose layers choose what they attend to: 12 units of latents, by an index of their own or of an earlier layer;
+of blocks of units, those whose best index key, or whose mean one, scores best."""
 
 BY_POSITION = {
     "ministral3": lambda: tf.Ministral3Config(**BASE, head_dim=16, sliding_window=None, rope_parameters=_rope(
@@ -129,7 +149,7 @@ OTHERWISE_BUILT = {
 }
 """Models whose layers have other names, or whose modules are several layers each."""
 
-CONFIGS = PLAIN | STATEFUL | BY_LAYER | LATENT | BY_POSITION | OTHERWISE_BUILT
+CONFIGS = PLAIN | STATEFUL | BY_LAYER | LATENT | INDEXED | BY_POSITION | OTHERWISE_BUILT
 
 
 def make(name: str, *, attn: str | None = None, dtype: torch.dtype = torch.float32, seed: int = 0,

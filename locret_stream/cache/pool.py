@@ -2,7 +2,8 @@
 
     bytes = slots * sum over layers of H * (b_l + chunk) * unit_l  +  scratch
     unit_l = ((1 or 2) * D_K + D_V) * item + 4 * planes + 8  (2: K and rotated K; 1 in a layer without RoPE, and where
-                                                        the kernels rotate keys as they load them)
+                                                        the kernels rotate keys as they load them; D_K: with the
+                                                        numbers of an index key)
     scratch = max_l(H * b_l * max(D * item, 8))        (on each device that holds layers; D: the larger of both)
 
 and slots * 2 * state where layers carry a recurrent state (see `cache.states`).
@@ -82,7 +83,7 @@ class Pool:
                     slots, unit, units, first + chunk_size, store_bits, scores=scores, positions=positions,
                     scratch=scratches[device], dense=shared[form], means=means[layer]))
                 continue
-            keys = torch.zeros(slots, heads, room, unit.key_dim, dtype=dtype, device=device)
+            keys = torch.zeros(slots, heads, room, unit.dims[0], dtype=dtype, device=device)
             rotated = torch.zeros_like(keys) if self.rope[layer] else keys
             values = rotated if not unit.value_dim else torch.zeros(slots, heads, room, unit.value_dim, dtype=dtype,
                                                                     device=device)

@@ -94,7 +94,7 @@ def facts_of(runtime: Runtime, model: str) -> dict[str, Any]:
     return {
         "model": model, "fingerprint": runtime.attachment.fingerprint, "layers": shape.layers,
         **{name: [getattr(unit, name) for unit in shape.units]
-           for name in ("kv_heads", "query_heads", "key_dim", "value_dim")},
+           for name in ("kv_heads", "query_heads", "key_dim", "value_dim", "index_dim")},
         "window": shape.window, "item_bytes": shape.item_bytes,
         "dtype": str(runtime.attachment.dtype).removeprefix("torch."), "device": str(runtime.attachment.device),
         "acknowledge": runtime.acknowledge, "policy": engine.policy.name, "chunk_size": engine.chunk_size,
@@ -111,9 +111,10 @@ def facts_of(runtime: Runtime, model: str) -> dict[str, Any]:
 def show(facts: dict[str, Any]) -> None:
     """Print the same as text and a table."""
     chunk = facts["chunk_size"]
-    units = ["{} query and {} KV heads of {}".format(queries, heads, key if key == value else f"{key} (V: {value})")
-             for queries, heads, key, value in zip(*(facts[name] for name in (
-                 "query_heads", "kv_heads", "key_dim", "value_dim")), strict=True)]
+    units = ["{} query and {} KV heads of {}{}".format(
+        queries, heads, key if key == value else f"{key} (V: {value})", f" with index keys of {index}" if index else "")
+             for queries, heads, key, value, index in zip(*(facts[name] for name in (
+                 "query_heads", "kv_heads", "key_dim", "value_dim", "index_dim")), strict=True)]
     forms = list(dict.fromkeys(units))
     out.print(f"{facts['model']}: {facts['layers']} layers, {' or '.join(forms)}, {facts['window']:,} positions, "
               f"{facts['dtype']} on {facts['device']}", soft_wrap=True)

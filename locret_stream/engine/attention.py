@@ -28,8 +28,10 @@ class Attention:
 
     def attend(self, call: LayerCall, q: Tensor, k: Tensor, v: Tensor, position: int) -> tuple[Attended, Tensor | None]:
         """Attention of the last T tokens, q [1, H*G, T, D], to all units, k and v [1, H, n+T, D], for `LayerCall`; and
-        the rows' log-sum-exp [H*G, T] where a kernel computes it and the policy needs it. `position`: of the first of
-        the tokens, in the stream."""
+        the rows' log-sum-exp [H*G, T] where a kernel computes it and the policy needs it. k has index keys behind it in
+        layers with an index. `position`: of the first of the tokens, in the stream."""
+        if call.asked is not None:
+            return self._chosen(call, q, k, v, position), None
         new, total, unit = q.shape[2], k.shape[2], self.layout.shape.units[call.layer]
         window = unit.sliding
         if unit.blocks and window and position % window + new <= window:  # all are of one block: causal within it
@@ -42,6 +44,15 @@ class Attention:
             return out[None], lse
         first, mask = self._visible(call.layer, total - new, new, position)
         return (q, k[:, :, first:], v[:, :, first:], mask), None
+
+    def _chosen(self, call: LayerCall, q: Tensor, k: Tensor, v: Tensor, position: int) -> Attended:
+        """What attends in `attend` where a layer has an index."""
+        new, total, dim = q.shape[2], k.shape[2], q.shape[-1]
+        mask = call.chosen(k, self.layout.tables)
+        if mask is None:
+            mask = self._visible(call.layer, total - new, new, position)[1]
+        k = k[..., :dim]
+        return q, k, v if self.layout.shape.units[call.layer].value_dim else k, mask
 
     def _by_kernel(self, call: LayerCall, total: int, window: int | None) -> bool:
         """Whether `prefill_attention` is faster: in Triton always, in torch where it needs no mask."""

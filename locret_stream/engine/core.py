@@ -420,7 +420,7 @@ class Engine:
             layer, start = call.layer, store.counts[call.layer] + offset
             total = start + new
             if call.keeps:
-                store.write(layer, start, call.k, call.v, self.layout.tables.rotate)
+                store.write(layer, start, call.own_k, call.v, self.layout.tables.rotate)
             state.peaks[layer] = max(state.peaks[layer], total)
             q = self.layout.tables.rotate_queries(layer, call.q, start)
             keys, k, v = store.attended(layer, total, self.layout.tables.rotate)

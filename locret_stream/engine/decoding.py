@@ -18,8 +18,8 @@ from torch import Tensor
 from locret_stream.cache import Pool, QuantisedStore, UnitStore
 from locret_stream.engine.layout import Layout
 from locret_stream.engine.state import EngineState
-from locret_stream.kernels import decode_attention
-from locret_stream.models import Attachment, Attended, LayerCall, Step
+from locret_stream.kernels import decode_attention, slot_units
+from locret_stream.models import Attachment, Attended, LayerCall, Step, masked_attention
 
 _log = logging.getLogger(__name__)
 _capturing = threading.Lock()  # one capture at a time in a process
@@ -44,7 +44,9 @@ class Decoder:
 
     def __init__(self, layout: Layout, attachment: Attachment, pool: Pool):
         self.layout, self.attachment, self.pool = layout, attachment, pool
-        self._graphed = (all(layout.triton) and not pool.quantised and attachment.device.type == "cuda"
+        self._chooses = layout.shape.chooses
+        self._graphed = (all(layout.triton) and not (pool.quantised or self._chooses)
+                         and attachment.device.type == "cuda"
                          and len(pool.devices) == 1 and os.environ.get("LOCRET_CUDA_GRAPHS") != "0")
         self._graphs: dict[int, _Graph | None] = {}  # None: there was no memory for that size
         self._in_blocks = any(unit.blocks for unit in layout.shape.units)
@@ -155,7 +157,29 @@ class Decoder:
             return decode_attention(q, buffers.rotated, buffers.values, slots, lengths, call.scale, cos=cos, sin=sin,
                                     window=window, softcap=call.softcap, sink_logits=call.sink_logits)
 
-        return self._logits(batch, step)
+        def choosing(call: LayerCall) -> Attended:
+            if call.asked is None:
+                return step(call)
+            here = batch.to(attachment.places[call.layer].device)
+            return self._attend_chosen(call, here[1], here[2 + call.layer])
+
+        return self._logits(batch, choosing if self._chooses else step)
+
+    def _attend_chosen(self, call: LayerCall, slots: Tensor, ranks: Tensor) -> Tensor:
+        """Attention in a layer with an index: of each context by itself."""
+        layer, tables, buffers, dim = call.layer, self.layout.tables, self.pool.layers[call.layer], call.q.shape[-1]
+        assert call.keeps and call.softcap is None, "no model of those that are served"
+        own_k, turns = call.own_k, tables.turns(layer, ranks)
+        q = tables.rotate_each(layer, call.q, turns)
+        buffers.write_each(slots, ranks, own_k, tables.rotate_each(layer, own_k, turns), call.v)
+        out = []
+        for row, (slot, rank) in enumerate(zip(slots.tolist(), ranks.tolist(), strict=True)):
+            held = slot_units(buffers.rotated, slot, 0, rank + 1)
+            k = held[..., :dim]
+            v = slot_units(buffers.values, slot, 0, rank + 1) if self.layout.shape.units[layer].value_dim else k
+            out.append(masked_attention(q[row:row + 1], k, v, call.chosen(held, tables, row), call.scale,
+                                        sink_logits=call.sink_logits))
+        return torch.cat(out) if len(out) > 1 else out[0]
 
     def _logits(self, batch: Tensor, step: Step) -> Tensor:
         """Logits [A, vocab] fp32 of a forward of `batch`, whose provisional states go on."""

@@ -57,9 +57,9 @@ def units_of(layout: Layout, attachment: Attachment, attention: Attention, ids: 
     def step(call: LayerCall) -> Attended:
         layer = call.layer
         if call.keeps and not layout.shape.units[layer].sliding:
-            units[layer] = call.k, call.v
+            units[layer] = call.own_k, call.v
         q = layout.tables.rotate_queries(layer, call.q, 0)
-        k = layout.tables.rotate(layer, call.k, 0)
+        k = layout.tables.rotate(layer, call.own_k, 0)
         return attention.attend(call, q, k, call.v, 0)[0]
 
     attachment.hidden(torch.tensor([list(ids)], device=attachment.device), step)

@@ -31,6 +31,8 @@ class Scorer:
         log-sum-exp, if attention returned it.
         """
         store, layer = self.state.store, call.layer
+        if call.asked is not None:  # index keys lie behind
+            keys, k = keys[..., :q.shape[-1]], k[..., :q.shape[-1]]
         total = store.counts[layer] + call.k.shape[2]
         sinks, stabilizers = self.layout.protection_of(layer, len(self.state.focus))
         chunk = Chunk(layer=layer, start=self.state.seen, q=call.q[0], k=call.k[0], v=call.own_v[0],

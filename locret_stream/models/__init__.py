@@ -5,10 +5,10 @@ weights are packed."""
 
 from locret_stream.models.attaching import attach, attached, detach, self_test
 from locret_stream.models.attachment import Attachment
-from locret_stream.models.calls import Attended, LayerCall, Step, additive_mask, visible
+from locret_stream.models.calls import Attended, LayerCall, Step, additive_mask, masked_attention, visible
 from locret_stream.models.gradients import differentiable, expect_gradients
 from locret_stream.models.rotary import RopeTables
 from locret_stream.models.weights import named_weights
 
 __all__ = ["Attachment", "Attended", "LayerCall", "RopeTables", "Step", "additive_mask", "attach", "attached", "detach",
-           "differentiable", "expect_gradients", "named_weights", "self_test", "visible"]
+           "differentiable", "expect_gradients", "masked_attention", "named_weights", "self_test", "visible"]

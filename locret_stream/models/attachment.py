@@ -18,7 +18,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.modeling_outputs import MoeModelOutputWithPast
@@ -26,9 +25,9 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 from locret_stream.errors import UnsupportedModel
 from locret_stream.heads import RetainingHeads
 from locret_stream.kernels import uses_triton
-from locret_stream.models.calls import LayerCall, Step, additive_mask
+from locret_stream.models.calls import LayerCall, Step, additive_mask, masked_attention
 from locret_stream.models.decoders import decoder_of, layers_of, path_to_replace
-from locret_stream.models.indexed import chosen_at_most
+from locret_stream.models.indexed import asked_of, note_indexes
 from locret_stream.models.latent import keep_latents, latent_of
 from locret_stream.models.linears import pack, quicken
 from locret_stream.models.mixers import read_one_by_one
@@ -112,7 +111,7 @@ class Attachment:
         self._path = self._take_base_out(model)
         self._rotary = Rotary(decoder)
         keep_latents(decoder)
-        self._chosen = chosen_at_most(decoder, self._config)
+        self._indexes = note_indexes(decoder)
         self._step: Step | None = None
         self._asked: list[tuple[Any, LayerCall]] | None = None  # what is noted, while a probe runs
         self._graded = False  # whether forwards build an autograd graph
@@ -134,10 +133,11 @@ class Attachment:
         layers = keeping
         self._attentions = [layer.module for layer in layers]
         self.places = [Place(layer.call.k.device, layer.call.k.dtype) for layer in layers]
-        self.shape = shape_of(model, self._config, layers, self._chosen, sum(each.bytes for each in self.states))
+        self.shape = shape_of(model, self._config, layers, sum(each.bytes for each in self.states))
         self._rotary.set_layers(self._attentions, [layer.source for layer in layers], self.places,
                                 [unit.key_dim for unit in self.shape.units],
                                 [0 if latent is None else latent.width for latent in map(latent_of, self._attentions)],
+                                [None if (asked := layer.call.asked) is None else asked.index for layer in layers],
                                 self._query_factors())
         for module, each in turns.items():
             module.locret_layer, module.locret_keeps = each[0]
@@ -330,6 +330,8 @@ class Attachment:
                 return self._decoder(input_ids=ids, position_ids=positions, use_cache=False, **more).last_hidden_state
         finally:
             self._step = self._input = None
+            for index in self._indexes if not self._graded else ():  # the backward pass reads what they were asked
+                index.asked = None
 
     def carry(self, tensors: Sequence[Tensor] = ()) -> Carried | None:
         """What `hidden` takes to go on from a recurrent state: its tensors, [B, ...] each, in the order of `states`,
@@ -355,13 +357,14 @@ class Attachment:
         scale = scaling if scaling is not None else q.shape[-1] ** -0.5
         if (latent := latent_of(module)) is not None:
             q = latent.absorb(q)
+        asked = asked_of(module) if self._indexes else None
         if self._asked is not None:
-            self._asked.append((module, LayerCall(len(self._asked), self._input, q, k, v, scale)))
+            self._asked.append((module, LayerCall(len(self._asked), self._input, q, k, v, scale, asked=asked)))
             out = q.new_zeros(len(q), q.shape[2], q.shape[1], v.shape[-1])
             return out if latent is None else latent.expand(out.transpose(1, 2)), None
         assert self._step is not None, "only `hidden` and probes run the decoder"
         call = LayerCall(module.locret_layer, self._input, q, k, v, scale, kwargs.get("softcap"), kwargs.get("s_aux"),
-                         module.locret_keeps)
+                         module.locret_keeps, asked)
         attended = self._step(call)
         if isinstance(attended, Tensor):
             return attended.transpose(1, 2).contiguous() if latent is None else latent.expand(attended), None
@@ -373,9 +376,10 @@ class Attachment:
         if mask is not None and mask.dtype == torch.bool:
             mask = additive_mask(mask, q.dtype)
         if latent is not None:
-            return latent.expand(_sdpa(q, k, v, mask, scale, causal).transpose(1, 2)), None
+            out = masked_attention(q, k, v, mask, scale, causal=causal, sink_logits=call.sink_logits)
+            return latent.expand(out), None
         if self.attn == "sdpa":
-            return _sdpa(q, k, v, mask, scale, causal), None
+            return masked_attention(q, k, v, mask, scale, causal=causal).transpose(1, 2).contiguous(), None
         eager = sys.modules[type(module).__module__].eager_attention_forward
         kwargs.pop("dropout", None)
         return eager(module, q, k, v, mask, scaling=scale, dropout=0.0, **kwargs)[0], None
@@ -404,10 +408,3 @@ def _note_inputs(module: Any, turns: Sequence[tuple[int, bool]]) -> None:
         return noting(*args, **kwargs)
 
     module.forward = noting if len(turns) == 1 else turning
-
-
-def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, causal: bool) -> Tensor:
-    """Attention of q [B, H*G, T, D] over k, v [B, H, S, D] -> [B, T, H*G, D]; KV heads are never repeated."""
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, is_causal=causal,
-                                         enable_gqa=q.shape[1] != k.shape[1])
-    return out.transpose(1, 2).contiguous()

@@ -75,6 +75,10 @@ def probe(model: PreTrainedModel, decoder: Any, config: Any, rotary: Rotary, ask
         if (rotates and sources[id(module)] is None) or not torch.equal(call.k, moved.k):
             raise UnsupportedModel(f"{type(model).__name__}: layer {number} turns its keys by position in a way of "
                                    f"its own; {why_not(model)}")
+        if call.asked is not None and turned.asked is not None and not call.asked.index.see_turned(
+                call.asked.keys, turned.asked.keys, rotary.embeddings(sources[id(module)], call.k)):
+            raise UnsupportedModel(f"{type(model).__name__}: the index of layer {number} turns its keys by position in "
+                                   f"a way of its own; {why_not(model)}")
         layers.append(Probed(number, module, call, sources[id(module)] if rotates else None, reads))
     if carried is None:
         return layers, (), [], out.device
@@ -83,22 +87,21 @@ def probe(model: PreTrainedModel, decoder: Any, config: Any, rotary: Rotary, ask
     return layers, carried.found(), stepwise, out.device
 
 
-def shape_of(model: PreTrainedModel, config: Any, layers: list[Probed], chosen: int | None, state_bytes: int
-             ) -> ModelShape:
+def shape_of(model: PreTrainedModel, config: Any, layers: list[Probed], state_bytes: int) -> ModelShape:
     """The shape of the model, of what its layers gave to attention.
 
     Args:
-        config: of the decoder. layers: those that keep units. chosen: how many units an index chooses all of.
+        config: of the decoder. layers: those that keep units.
 
     Raises:
         UnsupportedModel: a layer is of a kind that is not served.
     """
     kinds, options = get_layer_types_and_kwargs(config)
-    window, units = min(config.max_position_embeddings, chosen or config.max_position_embeddings), []
+    window, units = config.max_position_embeddings, []
     for layer in layers:
         number, call = layer.number, layer.call
         kind = kinds[number] if number < len(kinds) else "full_attention"
-        if kind not in ATTENDING and not (kind == "indexed_attention" and chosen):
+        if kind not in ATTENDING and call.asked is None:
             raise UnsupportedModel(f"{type(model).__name__}: {why_not(model)}")
         # Some checkpoints (Phi-3-mini-128k) have a sliding window at least as long as all positions: it hides
         # nothing.
@@ -106,10 +109,10 @@ def shape_of(model: PreTrainedModel, config: Any, layers: list[Probed], chosen: 
         reach = None if not reach or reach >= window else reach
         units.append(UnitShape(kv_heads=heads, groups=call.q.shape[1] // heads, key_dim=key_dim,
                                value_dim=0 if call.v is call.k else call.v.shape[-1],
+                               index_dim=0 if call.asked is None else call.asked.keys.shape[-1],
                                sliding=reach, blocks=kind == BLOCKS and reach is not None))
     return ModelShape(units=tuple(units), vocab=config.vocab_size, window=window,
-                      item_bytes=layers[0].call.k.dtype.itemsize, hidden=config.hidden_size, state_bytes=state_bytes,
-                      indexed=window == chosen)
+                      item_bytes=layers[0].call.k.dtype.itemsize, hidden=config.hidden_size, state_bytes=state_bytes)
 
 
 def _expect_alike(model: PreTrainedModel, dtypes: set[torch.dtype]) -> None:

@@ -12,7 +12,7 @@ ATTENDING = ("full_attention", "sliding_attention", BLOCKS, "hybrid", "hybrid_sl
 """Kinds of layers with attention, in configs, that are served; `hybrid` has a recurrent state beside it, and `BLOCKS`
 sees the tokens of its own block alone."""
 _POSITIONS = ("wpe", "wpe_embed", "embed_positions", "position_embeddings", "positions_embed", "position_embedding")
-_INDEXED = ("index_topk", "index_n_heads", "indexer_n_heads", "index_topk_blocks")
+_CHOOSING = ("indexed_attention", "minimax_m3_sparse")  # kinds of layers whose index is found in their modules
 _OTHERS = ("expected a decoder with rotary embeddings, such as Llama, Qwen, Mistral, Gemma and DeepSeek-V3, or a "
            "hybrid of attention and recurrent layers")
 
@@ -41,12 +41,11 @@ def _reason(model: nn.Module, config: Any) -> str:
     if _recurrent(config):
         return ("it is recurrent, without attention: its state is of a fixed size already, so that there is nothing to "
                 "evict and this library has nothing to add")
-    unknown = sorted({kind for kind in kinds if kind not in (*ATTENDING, "linear_attention", "conv", "dummy")})
-    if any(getattr(config, name, None) for name in _INDEXED):
-        return ("its layers choose what they attend to by an index of their own (sparse attention), which is not "
-                "served yet")
+    unknown = sorted({*kinds} - {*ATTENDING, *_CHOOSING, "linear_attention", "conv", "dummy"})
     if unknown:
         return f"it has layers of kind {', '.join(unknown)}, which are not served yet"
+    if any(kind in _CHOOSING for kind in kinds):
+        return "its layers choose what they attend to (sparse attention) by an index of a form that is not served yet"
     if getattr(config, "cross_attention_layers", None):
         return "it has layers that attend to images (cross attention), which are not served"
     return "its attention is not of a form that is served"

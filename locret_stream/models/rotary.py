@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from locret_stream.kernels import reference, rotate_halves, uses_triton
+from locret_stream.models.indexed import Index, turn
 from locret_stream.models.queries import QueryFactors
 
 
@@ -81,15 +82,17 @@ class Rotary:
                 identity.given = None
 
     def set_layers(self, attentions: list[Any], sources: list[Source | None], places: list[Place],
-                   dims: Sequence[int], leads: Sequence[int], factors: dict[int, QueryFactors]) -> None:
+                   dims: Sequence[int], leads: Sequence[int], indexes: Sequence[Index | None],
+                   factors: dict[int, QueryFactors]) -> None:
         """Set, by layer, the attention module, and what probes have shown: where its embeddings come from (None: it has
-        no RoPE), where it works, the numbers of its keys, and how many of these stand before those that RoPE turns; and
-        `factors`."""
+        no RoPE), where it works, the numbers of its keys, how many of these stand before those that RoPE turns, and its
+        index, if it has one; and `factors`."""
         self.factors = factors
         self._attentions, self._sources, self._places, self._leads = attentions, sources, places, leads
+        self._dims, self._indexes = dims, indexes
         self.uses, self._sliced = [source is not None for source in sources], [False] * len(sources)
         self._sliced = [use and self._takes_a_part(layer, dims[layer]) for layer, use in enumerate(self.uses)]
-        self.plain = [use and layer not in factors and self._is_plain(layer, dims[layer])
+        self.plain = [use and layer not in factors and indexes[layer] is None and self._is_plain(layer, dims[layer])
                       for layer, use in enumerate(self.uses)]
         for module, use in zip(attentions, self.uses, strict=True):
             if use:
@@ -99,10 +102,18 @@ class Rotary:
         """cos and sin of a layer with RoPE at positions [1, T]: [1, T, width] each; half as wide for pairs."""
         place, source = self._places[layer], self._sources[layer]
         assert source is not None, "the layer has RoPE"
+        return self._made(source, positions, place)
+
+    def _made(self, source: Source, positions: Tensor, place: Place) -> tuple[Tensor, Tensor]:
         with self._computing:
             made = source.module(torch.empty(1, dtype=place.keys, device=place.device), positions, *source.kind)
         cos, sin = (made.real, made.imag) if source.in_pairs else made
         return cos.to(place.device), sin.to(place.device)  # the module is on one device, the layers may be on several
+
+    def embeddings(self, source: Source | None, keys: Tensor) -> tuple[Tensor, Tensor] | None:
+        """cos and sin, for probes, of the keys [1, H, T, D] of a stream's first tokens; None without a source."""
+        positions = torch.arange(keys.shape[2], device=keys.device)[None]
+        return None if source is None else self._made(source, positions, Place(keys.device, keys.dtype))
 
     @torch.no_grad()
     def tables(self, capacity: int) -> RopeTables:
@@ -118,9 +129,13 @@ class Rotary:
                                                    for layer, each in self.factors.items()})
 
     def apply(self, layer: int, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """x [B, heads, T, D] -> rotated by the model's own function, in halves, in pairs, or in part."""
-        source = self._sources[layer]
+        """x [B, heads, T, D] -> rotated by the model's own function, in halves, in pairs, or in part; and where index
+        keys lie behind keys, these as the index turns them."""
+        source, index, dim = self._sources[layer], self._indexes[layer], self._dims[layer]
         assert source is not None, "the layer has RoPE"
+        if index is not None and x.shape[-1] > dim:
+            of_index = x[..., dim:] if index.turned_at is None else turn(index.turned_at, x[..., dim:], cos, sin)
+            return torch.cat([self.apply(layer, x[..., :dim], cos, sin), of_index], dim=-1)
         if (lead := self._leads[layer]) or source.in_pairs:
             rotate = _rotate_pairs if source.in_pairs else reference.rotate_halves
             turned = rotate(x[..., lead:], cos[:, None], sin[:, None])

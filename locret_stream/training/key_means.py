@@ -72,8 +72,7 @@ def measure_key_means(attachment: Attachment, examples: Sequence[Example]) -> Te
         def step(call: LayerCall, masks: Masks = masks) -> Attended:
             if call.keeps:
                 sums[call.layer] += call.k[0].double().sum(1).cpu()
-            return (tables.rotate_queries(call.layer, call.q, 0), tables.rotate(call.layer, call.k, 0), call.v,
-                    masks(shape.units[call.layer]))
+            return call.to_itself(tables, masks(shape.units[call.layer]))
 
         attachment.hidden(sequence[None].to(attachment.device), step)
     return (sums / sum(map(len, ids))).float()

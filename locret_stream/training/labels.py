@@ -118,11 +118,10 @@ def visit_layers(attachment: Attachment, tables: RopeTables, examples: Sequence[
     masks = window_masks(ids.shape[1], device)
 
     def step(call: LayerCall) -> Attended:
-        q = tables.rotate_queries(call.layer, call.q, 0)
-        k = tables.rotate(call.layer, call.k, 0)
         unit = shape.units[call.layer]
+        q, k, _, _ = attended = call.to_itself(tables, masks(unit))
         if not call.keeps:
-            return q, k, call.v, masks(unit)
+            return attended
         labels = torch.zeros(len(examples), unit.kv_heads, n, dtype=torch.float32, device=device)
         valid = torch.zeros(len(examples), n, dtype=torch.bool, device=device)
         for i, ((row, limit), example) in enumerate(zip(rows, examples, strict=True)):
@@ -132,7 +131,7 @@ def visit_layers(attachment: Attachment, tables: RopeTables, examples: Sequence[
                 best = best.masked_fill(example.template[:best.shape[1]].to(device) & labelled, TEMPLATE)
             labels[i, :, :best.shape[1]], valid[i, :best.shape[1]] = best, labelled
         visit(call, labels, valid)
-        return q, k, call.v, masks(unit)
+        return attended
 
     return attachment.hidden(ids, step)
 

@@ -44,6 +44,9 @@ class Student:
         if attachment.shares:
             raise UnsupportedModel("heads are not tuned on a model whose layers share units; expected `train-heads` "
                                    "without --tune")
+        if attachment.shape.chooses:
+            raise UnsupportedModel("heads are not tuned on a model whose layers choose by an index what they attend "
+                                   "to; expected `train-heads` without --tune")
         self.attachment, self.heads, self.budgets, self.chunk_size = attachment, heads, tuple(budgets), chunk_size
         self.protected, self.block_bytes = (sinks, stabilizers), block_bytes
         self.tables = attachment.tables(max(budgets) + chunk_size)

@@ -1,6 +1,6 @@
 """The laws on models whose layers keep other things than keys and values of equal shape: a recurrent state, latents,
-units of other layers, units of another width; on those that scale queries by position, or see blocks; and on one whose
-modules are several layers each."""
+units of other layers, units of another width, index keys; on those that scale queries by position, or see blocks; and
+on one whose modules are several layers each."""
 
 from __future__ import annotations
 
@@ -10,19 +10,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from locret_stream.engine import Engine
-from locret_stream.errors import ConfigError, SnapshotCorrupt, WindowExceeded
-from locret_stream.models import attached, differentiable, visible
-from tests.architectures import BY_LAYER, BY_POSITION, LATENT, STATEFUL, make
+from locret_stream.errors import ConfigError, SnapshotCorrupt, UnsupportedModel
+from locret_stream.models import Attended, LayerCall, attached, differentiable, visible
+from locret_stream.training.student import Student
+from tests.architectures import BY_LAYER, BY_POSITION, INDEXED, LATENT, STATEFUL, make
 from tests.engine.test_decoding import alone, together
 from tests.engine.test_laws import operation, play
-from tests.kit import assert_same, build, examples, feed, ids_of, logits_at_each, model, stock_logits
+from tests.kit import assert_same, build, examples, feed, ids_of, logits_at_each, model, random_heads, stock_logits
 
 POLICIES = {"qwen3.5": "h2o", "lfm2": "tova", "granite4-h": "keydiff", "falcon-h1": "snapkv", "gemma4-e2b": "keydiff",
             "jamba": "h2o", "zamba": "tova", "gemma4-moe": "h2o", "mimo": "h2o", "deepseek-v3": "keydiff",
-            "deepseek-v3.2": "tova", "kimi-linear": "h2o", "ministral3": "tova", "llama4": "h2o", "hrm": "h2o"}
-KINDS = ["lfm2", "gemma4-e2b", "deepseek-v3", "llama4", "qwen3.5", "mimo", "ministral3", "falcon-h1", "hrm",
-         "gemma4-moe", "granite4-h", "deepseek-v3.2", "jamba", "zamba", "kimi-linear"]
-WITH_STATE = ["lfm2", "qwen3.5", "jamba", "falcon-h1", "granite4-h", "zamba", "kimi-linear"]
+            "deepseek-v3.2": "tova", "kimi-linear": "h2o", "ministral3": "tova", "llama4": "h2o", "hrm": "h2o",
+            "glm-5": "h2o", "hy-v4": "keydiff", "minimax-m3": "h2o", "qwen4-exp": "keydiff"}
+KINDS = ["lfm2", "gemma4-e2b", "deepseek-v3.2", "llama4", "qwen3.5", "deepseek-v3", "mimo", "ministral3", "minimax-m3",
+         "falcon-h1", "hrm", "gemma4-moe", "granite4-h", "glm-5", "hy-v4", "qwen4-exp", "jamba", "zamba", "kimi-linear"]
+WITH_STATE = ["lfm2", "qwen3.5", "jamba", "falcon-h1", "granite4-h", "qwen4-exp", "zamba", "kimi-linear"]
 UNITS, CHUNK = 20, 8
 SLOW = "kimi-linear"  # whose layers without attention take transformers' slow way on CPUs
 CLOSE = 2e-5, 1e-3
@@ -32,7 +34,7 @@ token by token. Committed states are bit-equal in all."""
 
 
 def test_every_kind_is_tried():
-    assert {*KINDS} == {*STATEFUL, *BY_LAYER, *LATENT, *BY_POSITION, "hrm"} == {*POLICIES}
+    assert {*KINDS} == {*STATEFUL, *BY_LAYER, *LATENT, *INDEXED, *BY_POSITION, "hrm"} == {*POLICIES}
     assert {*WITH_STATE} == {SLOW} | {name for name in KINDS if name != SLOW and engine_of(name).attachment.states}
 
 
@@ -117,9 +119,10 @@ def test_units_in_few_bits_follow_the_same_laws(on: str):
     law()
 
 
-@pytest.mark.parametrize("on", some(["deepseek-v3", "deepseek-v3.2", "kimi-linear"], 1))
-def test_latents_are_kept_as_they_are(on: str):
-    with pytest.raises(ConfigError, match="latents, which are key and value at once"):
+@pytest.mark.parametrize(("on", "what"), [("deepseek-v3", "latents, which are key and value at once"),
+                                          ("minimax-m3", "index keys")])
+def test_latents_and_index_keys_are_kept_as_they_are(on: str, what: str):
+    with pytest.raises(ConfigError, match=what):
         build("keydiff", on=model(on), store_bits=8)
 
 
@@ -192,13 +195,63 @@ def test_what_is_taken_back_leaves_nothing_in_the_state(on: str):
     assert torch.equal(engine.logits(state), engine.logits(plain))
 
 
-def test_an_index_chooses_all_of_a_memory_that_is_no_larger():
-    """DeepSeek-V3.2: up to `index_topk` units the index has nothing to choose, and above nothing is promised."""
-    topk = model("deepseek-v3.2").config.index_topk
-    engine = engine_of("deepseek-v3.2", "streaming_llm", units=topk - CHUNK)
-    assert engine.shape.window == topk
-    with pytest.raises(WindowExceeded, match=f"attends to all of at most {topk}, and of more"):
-        engine_of("deepseek-v3.2", "streaming_llm", units=topk)
+@pytest.mark.parametrize("on", some([*INDEXED], 2))
+def test_an_index_chooses_among_what_is_kept(on: str):
+    """Of up to 12 units an index chooses all. Of more it leaves some out, and that shows."""
+    engine, ids = engine_of(on, "streaming_llm", units=64), ids_of(20, seed=4)
+    indexes = engine.attachment._indexes
+    assert [index.most for index in indexes] == [12] * len(indexes)
+    state = engine.open(0)
+    feed(engine, state, ids)
+    chosen, heads = engine.logits(state), [index.asked for index in indexes]
+    assert heads == [None] * len(indexes), "nothing of a forward is held when it is over"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LayerCall, "chosen", lambda *_: None)
+        other = engine.open(1)
+        feed(engine, other, ids)
+        assert (engine.logits(other) - chosen).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("on", some(["deepseek-v3.2", "minimax-m3"], 1))
+def test_an_index_key_is_part_of_its_unit(on: str):
+    """It is stored once for each KV head, and a snapshot without it is none."""
+    engine = engine_of(on, "streaming_llm")
+    unit = engine.shape.units[-1]
+    state = engine.open(0)
+    feed(engine, state, ids_of(2 * CHUNK))
+    tensors, name = engine.export(state), f"{engine.shape.layers - 1}.keys"
+    assert tensors[name].shape == (unit.kv_heads, 2 * CHUNK, unit.key_dim + 16)
+    with pytest.raises(SnapshotCorrupt, match=name):
+        engine.load(tensors | {name: tensors[name][..., :unit.key_dim]}, 1)
+
+
+def test_units_of_a_layer_that_shares_an_index_have_keys_of_it():
+    """GLM-5: so the layer may keep other units than the one whose index it is."""
+    engine = engine_of("glm-5", "streaming_llm", units=24)
+    state = engine.open(0)
+    feed(engine, state, ids_of(2 * CHUNK))
+    keys = [tensor[..., engine.shape.units[0].key_dim:] for name, tensor in engine.export(state).items()
+            if name.endswith("keys")]
+    assert torch.equal(keys[1], keys[0]) and not torch.equal(keys[2], keys[0])
+
+
+def test_gradients_pass_through_what_an_index_chose():
+    """A layer runs again in the backward pass, one that shares an index before the layer whose index it is."""
+    with attached(make("glm-5")) as attachment:
+        tables, gain = attachment.tables(20), torch.ones((), requires_grad=True)
+
+        def step(call: LayerCall) -> Attended:
+            q, k, v, mask = call.to_itself(tables, None)
+            return q, k, v * gain, mask
+
+        with differentiable(attachment):
+            attachment.hidden(torch.arange(20)[None], step).square().sum().backward()
+    assert gain.grad
+
+
+def test_heads_are_not_tuned_where_an_index_chooses():
+    with attached(model("deepseek-v3.2")) as attachment, pytest.raises(UnsupportedModel, match="without --tune"):
+        Student(attachment, random_heads(attachment), [20] * 3, CHUNK, 2, 2, 64)
 
 
 @pytest.mark.parametrize("on", some(["lfm2", "deepseek-v3", "gemma4-e2b", "qwen3.5"], 3))
