@@ -22,6 +22,7 @@ from locret_stream.named_models import named_model
 
 if TYPE_CHECKING:
     from locret_stream.runtime import Runtime
+    from locret_stream.runtime.foresight import Foresight
 
 DIGITS = 1_000  # the most of a budget; Python converts no number of more than 4,300
 
@@ -42,6 +43,16 @@ def make_runtime(options: RuntimeOptions, **more: Any) -> Runtime:
         runtime = Runtime.from_pretrained(**runtime_options(options, **{"max_live": 1, **more}))
         runtime.start()
         return runtime
+
+
+def foresee(options: RuntimeOptions) -> tuple[Runtime, Foresight]:
+    """A runtime as `make_runtime` would start it, not started, and what it would hold; no weights are read."""
+    with _no_garbage():
+        _before_loading(options.model)
+        from locret_stream.runtime import Runtime
+
+        runtime = Runtime.from_pretrained(**runtime_options(options, max_live=1))
+        return runtime, runtime.foresee()
 
 
 def has_chat_template(options: RuntimeOptions, *, elsewhere: bool) -> bool:

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from locret_stream.cache import Pool, UnitStore, store_of
+from locret_stream.cache import UnitStore, store_of
 from locret_stream.config import StreamConfig
 from locret_stream.engine import serialisation
 from locret_stream.engine.attention import Attention
@@ -61,11 +61,7 @@ class Engine:
                                                    given_means=key_means is not None)
         self.key_means = key_means if config.quantised else None
         self.budgets, self.chunk_size, self.capacity = layout.budgets, layout.chunk_size, layout.capacity
-        self.pool = Pool(self.shape, self.budgets, self.chunk_size, slots, planes=policy.planes, dtype=attachment.dtype,
-                         device=[place.device for place in attachment.places],
-                         rope=tuple(copies == 2 for copies in attachment.key_copies),
-                         store_bits=config.store_bits, firsts=layout.firsts, key_means=key_means,
-                         decode_copy=decode_copy, states=attachment.states)
+        self.pool = layout.pool(attachment, slots, key_means=key_means, decode_copy=decode_copy)
         self.attention = Attention(layout, attachment)
         self.decoder = Decoder(layout, attachment, self.pool)
         self._decoding: list[EngineState] = []  # the contexts of the last step of decoding

@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
-from locret_stream.cache import StateTensor, stored_row
+from locret_stream.cache import Pool, StateTensor, stored_row
 from locret_stream.config import ModelShape, StreamConfig, check_codes, check_window
 from locret_stream.errors import ConfigError
 from locret_stream.kernels import uses_triton
-from locret_stream.models import Attachment, RopeTables
+from locret_stream.models import Attachment, Foreseen, RopeTables
 from locret_stream.policies import Policy
 
 
@@ -41,7 +42,7 @@ class Layout:
     given_means: bool
 
     @classmethod
-    def of(cls, attachment: Attachment, config: StreamConfig, policy: Policy,
+    def of(cls, attachment: Attachment | Foreseen, config: StreamConfig, policy: Policy,
            shares: tuple[float, ...] | None, *, given_means: bool = False) -> Layout:
         """The layout of a model's memory; `shares` of the total budget come with the heads. Raises as `Engine`."""
         shape = attachment.shape
@@ -60,6 +61,14 @@ class Layout:
                 raise ConfigError(f"policy {policy.name!r} protects {sinks} + {stabilizers} units of {units}; "
                                   "expected fewer than the budget")
         return layout
+
+    def pool(self, attachment: Attachment | Foreseen, slots: int, *, key_means: Tensor | None = None,
+             decode_copy: bool = False) -> Pool:
+        """The memory of so many slots, allocated where the attachment's layers are. Arguments as of `Engine`."""
+        return Pool(self.shape, self.budgets, self.chunk_size, slots, planes=self.policy.planes, dtype=self.dtype,
+                    device=[place.device for place in attachment.places],
+                    rope=tuple(copies == 2 for copies in attachment.key_copies), store_bits=self.config.store_bits,
+                    firsts=self.firsts, key_means=key_means, decode_copy=decode_copy, states=self.states)
 
     @property
     def stored_rows(self) -> list[tuple[int, int]]:

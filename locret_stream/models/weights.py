@@ -323,8 +323,13 @@ def fingerprint(model: PreTrainedModel) -> str:
     for name, weight in named_weights(model):
         if not weight.is_floating_point() or weight.is_meta:
             continue
-        flat = weight.reshape(-1)
-        flat = flat[:: max(1, flat.numel() // 65_536)].to(torch.bfloat16).cpu()
+        every = max(1, weight.numel() // 65_536)
+        if weight.is_contiguous():
+            flat = weight.reshape(-1)[::every]
+        else:  # a view such as one of few rows that stand for many is not to be written out
+            flat = weight[torch.unravel_index(torch.arange(0, weight.numel(), every, device=weight.device),
+                                              weight.shape)]
+        flat = flat.to(torch.bfloat16).cpu()
         samples.append((name, tuple(weight.shape), flat.view(torch.int16).numpy().tobytes()))
     digest = hashlib.blake2b(digest_size=16)
     config = model.config.get_text_config(decoder=True)

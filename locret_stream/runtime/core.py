@@ -17,18 +17,19 @@ from typing import Any, Literal
 import msgspec
 import torch
 
-from locret_stream.budgets import usual_memory
-from locret_stream.config import Budget, Recall, StreamConfig, budget_from, check_recall, check_store_bits, unit_bytes
+from locret_stream.config import Budget, ModelShape, Recall, StreamConfig, check_recall, check_store_bits
 from locret_stream.constraints import Constraints
 from locret_stream.context import Replay, StreamingContext, replay
 from locret_stream.context.cancelling import to_the_end
 from locret_stream.context.restoring import Opening
 from locret_stream.engine import Engine
+from locret_stream.engine.layout import Layout
 from locret_stream.errors import ConfigError, ContextBusy, ContextClosed
 from locret_stream.heads import RetainingHeads
 from locret_stream.models import Attachment, architecture, attach, detach
 from locret_stream.named_models import model_path, named_model
-from locret_stream.policies import POLICIES, Policy, make_policy, usual_policy
+from locret_stream.policies import POLICIES, Policy, make_policy
+from locret_stream.runtime.foresight import Foresight, Wanted, foresee_model, weights_bytes
 from locret_stream.runtime.loading import check_device, check_dtype, in_passing, load_model, load_tokenizer
 from locret_stream.runtime.sharing import SlotSharing
 from locret_stream.runtime.slots import CLOSED, throttler
@@ -145,8 +146,9 @@ class Runtime:
         self.store = store if isinstance(store, Store) or store is None else Store(store, key=key)
         self.autosave, self.library = autosave, __version__
         self._loaders = (model, tokenizer)
-        self._heads, self._policy, self._knobs = heads, policy, dict(knobs or {})
-        self._budget, self._chunk_size, self._sinks, self._stabilizers = budget, chunk_size, sinks, stabilizers
+        self._heads, self._decode_copy = heads, decode_copy
+        self._wanted = Wanted(policy=policy, knobs=dict(knobs or {}), budget=budget, chunk_size=chunk_size, sinks=sinks,
+                              stabilizers=stabilizers, store_bits=check_store_bits(store_bits))
         self.max_live, self.scratch = max_live, scratch
         if acknowledge is not None and (not isinstance(acknowledge, str) or not acknowledge.strip()):
             raise ConfigError(f"acknowledge is {acknowledge!r}; expected a short reply such as 'OK.', or None")
@@ -154,11 +156,11 @@ class Runtime:
         self._template_options = dict(template_options or {})
         self.acknowledge = acknowledge
         check_recall(recall)
-        self._store_bits, self._decode_copy = check_store_bits(store_bits), decode_copy
         self.recall = Recall() if recall is True else recall or None
         self.throttle = None if ingest_rate is None else throttler(float(ingest_rate))
         self._open = self._closing = self._own_model = False
-        self._called = ""  # what the model was loaded by
+        self._called = ""  # what the model is loaded by
+        self._to_load: tuple[str | Path, str | torch.dtype, str | Mapping[str, Any], Any] | None = None
         self._names = self._number = 0
 
     @classmethod
@@ -191,7 +193,7 @@ class Runtime:
         dtype = check_dtype(dtype)
         made = cls(lambda: load_model(model_path(model), dtype, device, quantization),
                    lambda: load_tokenizer(model_path(model)), **options)
-        made._own_model, made._called = True, str(model)
+        made._own_model, made._called, made._to_load = True, str(model), (model, dtype, device, quantization)
         return made
 
     # -- opening and closing ----------------------------------------------------------------------------------
@@ -260,8 +262,7 @@ class Runtime:
         if len(windows) == len(shape.sliding):
             _log.warning("every layer of this model attends to its last %s tokens alone, so no policy can keep others; "
                          "expected a model with a layer of full attention", f"{max(windows):,}")
-        if self._policy is None and self._heads is None:
-            _log.warning("%s", without_heads(shape, self._called or getattr(model, "name_or_path", "") or "MODEL"))
+        self._say_without_heads(shape, self._called or getattr(model, "name_or_path", ""))
         self.geometry = self.engine.geometry
         self.slots = SlotSharing(self.max_live, self.scratch, self._timeout_s)
         self._open = True
@@ -283,33 +284,43 @@ class Runtime:
             raise
 
     def _engine(self, attachment: Attachment) -> Engine:
-        heads = self._load_heads(attachment)
-        means = None
-        if heads is not None and heads.key_means is not None:
-            means = heads.key_means.clone()  # the caller's stay theirs
-        policy = self._policy if isinstance(self._policy, Policy) else make_policy(
-            self._policy or usual_policy(with_heads=heads is not None), self._knobs, heads)
-        # A policy that never evicts is full as soon as its smallest layer is.
-        shares = heads.config.budget_shares if heads is not None and policy.bounded else None
-        usual_budget, usual_chunk = usual_memory(attachment.shape.window)
-        chunk_size = usual_chunk if self._chunk_size is None else self._chunk_size
-        shape = attachment.shape
-        per_unit = tuple(unit_bytes(unit, shape.item_bytes, policy.planes, key_copies=copies,
-                                    store_bits=self._store_bits, own_means=means is None)
-                         for unit, copies in zip(shape.units, attachment.key_copies, strict=True))
-        budget = budget_from(usual_budget if self._budget is None else self._budget, attachment.shape, chunk_size,
-                             sinks=self._sinks, stabilizers=self._stabilizers, shares=shares, per_unit=per_unit)
-        config = StreamConfig(budget=budget, chunk_size=chunk_size, policy=policy.name, knobs=self._knobs,
-                              store_bits=self._store_bits)
-        slots = self.max_live + self.scratch
+        made, slots = self._wanted.of(attachment, self._load_heads(attachment)), self.max_live + self.scratch
         try:
-            return Engine(attachment, config, policy, slots, shares=shares, key_means=means,
+            return Engine(attachment, made.config, made.policy, slots, shares=made.shares, key_means=made.means,
                           decode_copy=self._decode_copy)
         except (RuntimeError, MemoryError) as error:  # torch reports missing memory in several ways
-            size = slots * sum(unit.of(budget.units, chunk_size, budget.sinks) for unit in per_unit)
+            budget = made.config.budget
+            size = slots * sum(unit.of(budget.units, made.config.chunk_size, budget.sinks) for unit in made.per_unit)
             raise ConfigError(f"{attachment.device} has no room for {slots} slots (max_live {self.max_live} + scratch "
                               f"{self.scratch}) of about {size / slots / 2**20:,.0f} MiB; expected fewer slots or a "
                               "smaller budget") from error
+
+    def foresee(self) -> Foresight:
+        """What starting would hold, and whether the model is served, told without its weights. Heads are compared with
+        the model's shape alone.
+
+        Raises:
+            UnsupportedModel, HeadsMismatch, ConfigError, WindowExceeded: as `start`.
+        """
+        if self._to_load is None:
+            raise ConfigError("this runtime is over objects that are loaded; expected Runtime.from_pretrained(...)")
+        model, dtype, device, quantization = self._to_load
+        path = model_path(model)
+        found, packed = foresee_model(path, dtype, device)
+        heads = self._heads if self._heads is None or isinstance(self._heads, RetainingHeads) else (
+            RetainingHeads.load(self._heads))
+        if heads is not None:
+            heads.check_fits(found.shape)
+        self._say_without_heads(found.shape, self._called)
+        made = self._wanted.of(found, heads)
+        layout = Layout.of(found, made.config, made.policy, made.shares, given_means=made.means is not None)
+        pool = layout.pool(found, self.max_live + self.scratch, key_means=made.means, decode_copy=self._decode_copy)
+        return Foresight(found, layout, pool, weights_bytes(path),
+                         None if packed or quantization is not None else found.weights * found.dtype.itemsize)
+
+    def _say_without_heads(self, shape: ModelShape, model: str) -> None:
+        if self._wanted.policy is None and self._heads is None:
+            _log.warning("%s", without_heads(shape, model or "MODEL"))
 
     def _load_heads(self, attachment: Attachment) -> RetainingHeads | None:
         if self._heads is None:
@@ -491,7 +502,7 @@ class Runtime:
     @property
     def _stored_dtype(self) -> str:
         """The dtype of K and V, and in how many bits they are stored if not in its own."""
-        dtype, (keys, values) = str(self.attachment.dtype).removeprefix("torch."), self._store_bits
+        dtype, (keys, values) = str(self.attachment.dtype).removeprefix("torch."), self._wanted.store_bits
         means = self.engine.key_means
         return dtype if not self.engine.config.quantised else f"{dtype}, stored in {keys} and {values} bits" + (
             "" if means is None else f", keys without the means {digest_tensors([('key_means', means.float())])}")

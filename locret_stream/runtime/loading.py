@@ -77,22 +77,23 @@ def load_model(path: str | Path, dtype: str | torch.dtype, device: str | Mapping
     Raises:
         UnsupportedModel: it cannot be loaded.
     """
-    with (one_at_a_time(), _readable(path, "configuration and weights"),
+    with (one_at_a_time(), readable(path, "configuration and weights"),
           _no_bar() if _loads_at_once(path) else contextlib.nullcontext()):
-        source, options = _source(path)
+        source, options = source_of(path)
         spread = device == "auto" or isinstance(device, Mapping)
-        declared = {} if options else _declared(_base(path))
+        declared = {} if options else _declared(base_of(path))
         packing = quantization if quantization is not None else declared.get("quantization_config")
         packed = packing is not None
         _expect_loader(packing)
         if quantization is not None:
             options["quantization_config"] = quantization
         if dtype == "auto" and device == "cpu" and not packed:
-            dtype = cpu_dtype(_dtype_of(declared))
+            dtype = cpu_dtype(dtype_of(declared))
         if spread or (packed and importlib.util.find_spec("accelerate")):  # packed weights cannot always be moved
             options["device_map"] = device if spread else {"": device}
         with quick_arithmetic():
-            loaded: Any = _class_of(path, options).from_pretrained(source, dtype=dtype, output_loading_info=True,
+            kind = class_of(None if options else config_of(path, options), options)
+            loaded: Any = kind.from_pretrained(source, dtype=dtype, output_loading_info=True,
                                                                    **options)
         model, info = loaded  # a pair, because of output_loading_info; its annotation says a model
         missing = sorted(info["missing_keys"])
@@ -104,14 +105,20 @@ def load_model(path: str | Path, dtype: str | torch.dtype, device: str | Mapping
         return (model if "device_map" in options else model.to(device)).eval()
 
 
-def _class_of(path: str | Path, options: Mapping[str, Any]) -> Any:
-    """The class of transformers that loads the model of a checkpoint: of a multimodal one its text alone, where there
-    is such a class; of a text config that no such class is listed for, the class that the checkpoint names."""
+def config_of(path: str | Path, options: Mapping[str, Any]) -> Any:
+    """The config of a checkpoint, of an adapter that of its base; `options` as `source_of` has them."""
+    from transformers import AutoConfig
+    return AutoConfig.from_pretrained(Path(path).parent if options else base_of(path), **options)
+
+
+def class_of(config: Any, options: Mapping[str, Any]) -> Any:
+    """The class of transformers that loads the model of a checkpoint with that config: of a multimodal one its text
+    alone, where there is such a class; of a text config that no such class is listed for, the class that the checkpoint
+    names."""
     import transformers
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
     if "gguf_file" in options:
         return AutoModelForCausalLM
-    config = AutoConfig.from_pretrained(_base(path))
     for auto in (AutoModelForCausalLM, AutoModelForImageTextToText):
         if type(config) in auto._model_mapping:  # `.keys()` would import the config of every model
             return auto
@@ -144,14 +151,14 @@ def load_tokenizer(path: str | Path) -> Any:
         UnsupportedModel: it cannot be loaded.
     """
     from transformers import AutoTokenizer
-    with _readable(path, "tokenizer files"):
-        source, options = _source(path)
+    with readable(path, "tokenizer files"):
+        source, options = source_of(path)
         if not list(Path(path).glob("tokenizer*")):
-            source = _base(source)
+            source = base_of(source)
         return AutoTokenizer.from_pretrained(source, **options)
 
 
-def _source(path: str | Path) -> tuple[str | Path, dict[str, Any]]:
+def source_of(path: str | Path) -> tuple[str | Path, dict[str, Any]]:
     """What transformers is to load from, and its options for that."""
     if str(path).endswith(".gguf") and Path(path).is_file():
         missing = [name for name in ("gguf", "accelerate") if not importlib.util.find_spec(name)]
@@ -162,7 +169,7 @@ def _source(path: str | Path) -> tuple[str | Path, dict[str, Any]]:
     return path, {}
 
 
-def _base(path: str | Path) -> str | Path:
+def base_of(path: str | Path) -> str | Path:
     """The base model of the adapter in a folder that PEFT wrote; for any other path, the path itself."""
     file = Path(path) / "adapter_config.json"
     if not file.is_file():
@@ -185,7 +192,7 @@ def _declared(path: str | Path) -> dict[str, Any]:
     return {}
 
 
-def _dtype_of(declared: Mapping[str, Any]) -> torch.dtype | None:
+def dtype_of(declared: Mapping[str, Any]) -> torch.dtype | None:
     """The dtype of the weights of a config's language model; None where it names none that we know."""
     text = declared.get("text_config")
     configs = [*([text] if isinstance(text, Mapping) else []), declared]
@@ -237,7 +244,7 @@ def _no_bar() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _readable(path: str | Path, files: str) -> Iterator[None]:
+def readable(path: str | Path, files: str) -> Iterator[None]:
     """Loading errors as UnsupportedModel, with what to do. Where files were not downloaded whole, transformers,
     tokenizers and PEFT raise errors of any kind."""
     try:
