@@ -9,7 +9,7 @@ The first three are *buffered*: bounded, and taken first by the next feed. What 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import AsyncIterable, AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterable, AsyncIterator, Iterable, Iterator, Mapping
 from typing import cast
 
 import msgspec
@@ -58,8 +58,8 @@ class Puller:
             self._sync = iter([as_piece(source)] if len(source) else [])
         elif isinstance(source, (list, tuple)) and source and not isinstance(source[0], (str, bytes, list, tuple)):
             self._sync = iter([list(source)])  # ids; a wrong one inside is reported with its place
-        elif hasattr(source, "__aiter__") or hasattr(source, "__iter__"):
-            try:
+        elif (hasattr(source, "__aiter__") or hasattr(source, "__iter__")) and not isinstance(source, Mapping):
+            try:  # the keys of a mapping, such as a message or a part of one, are no text
                 if hasattr(source, "__aiter__"):
                     self._async = source.__aiter__()
                 else:

@@ -71,6 +71,23 @@ class Message:
         return self.role == "user" and _STAND_IN.match(self.content) is not None
 
 
+MEDIA = frozenset(f"{before}{kind}" for before in ("", "input_") for kind in (
+    "image", "image_url", "audio", "video", "video_url", "audio_url", "file"))
+"""Types of parts that are images, sound, video or files, as clients write them."""
+
+
+def unread_part(where: str, number: int, kind: object) -> str:
+    """Why a part of a message's content is refused, and what to do: parts that are no text are not left out, as the
+    answer would be to something else than was asked.
+
+    Args:
+        where: the message. number: of the part in its content, from 0. kind: its type, as it was given.
+    """
+    return (f"{where}: part {number} of its content is of type {kind!r:.60}; this library reads text alone in this "
+            "version, no images, sound, video or files: expected parts of type 'text', so send what it shows or says "
+            "as text")
+
+
 def stand_in(label: str, characters: int, sha256: str) -> str:
     """The text of the user's message that stands for an absorbed stream; it is all that identifies the stream."""
     return f"[absorbed stream {label}: {characters} characters, sha256 {sha256}]"

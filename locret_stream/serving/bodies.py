@@ -10,6 +10,7 @@ from typing import Any, TypeVar, get_args, get_type_hints
 
 import msgspec
 
+from locret_stream.conversation.messages import unread_part
 from locret_stream.serving.errors import ApiError
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -154,7 +155,7 @@ def ignored(body: Mapping[str, Any], kind: type[msgspec.Struct], used: Iterable[
 
 
 def text_of(content: Any, where: str) -> str:
-    """The text of a message's content. Raises ApiError 400 for images, audio and files."""
+    """The text of a message's content, `where` its field. Raises ApiError 400 for images, audio and files."""
     if content is None:
         return ""
     if isinstance(content, str):
@@ -163,11 +164,11 @@ def text_of(content: Any, where: str) -> str:
         raise ApiError(400, f"{where} is a {type(content).__name__}; expected text, or a list of its parts",
                        param=where)
     out = []
-    for part in content:
+    for number, part in enumerate(content):
         kind = part.get("type") if isinstance(part, dict) else type(part).__name__
         text = (part.get("refusal") if kind == "refusal" else part.get("text")) if isinstance(part, dict) else None
         if kind not in ("text", "input_text", "output_text", "refusal") or not isinstance(text, str):
-            raise ApiError(400, f"{where} holds {kind!r}; expected text: this model reads nothing else", param=where,
+            raise ApiError(400, unread_part(where.rpartition(".")[0], number, kind), param=f"{where}[{number}]",
                            code="unsupported_content")
         out.append(text)
     return "".join(out)

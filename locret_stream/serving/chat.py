@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any
 
-from locret_stream.conversation.messages import Message
+from locret_stream.conversation.messages import Message, unread_part
 from locret_stream.conversation.parts import Call, End, Part
 from locret_stream.conversation.tool_prompt import call_text
 from locret_stream.serving.bodies import Json, Sampled, as_struct, check_depth, ignored, refuse, text_of
@@ -71,6 +71,8 @@ def read_messages(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
             refusal = message.get("refusal")
             if not content and isinstance(refusal, str):
                 content = refusal
+            if message.get("audio") is not None and not content:  # an earlier answer, by its id alone
+                raise ApiError(400, unread_part(where, 0, "audio"), param=f"{where}.audio", code="unsupported_content")
             calls, odd = read_calls(message, where)
             content, name = "\n".join(filter(None, (content, *odd))), ""
             if calls:

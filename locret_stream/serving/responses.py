@@ -10,7 +10,7 @@ from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
 
-from locret_stream.conversation.messages import Message
+from locret_stream.conversation.messages import MEDIA, Message, unread_part
 from locret_stream.conversation.parts import Call, End, Part
 from locret_stream.conversation.tool_prompt import call_text
 from locret_stream.serving.bodies import Json, Sampled, as_struct, as_whole, ignored, refuse, text_of
@@ -131,6 +131,8 @@ def read_items(items: str | Sequence[Mapping[str, Any]], instructions: str | Non
                 output, ensure_ascii=False)
             # Without any call here it answers one that the memory has, as behind `previous_response_id`.
             out.append(Message("tool", text, call_id=call_id, answers=order.get(call_id, -1 if order else 0)))
+        elif kind in MEDIA:  # as a part of a message would be
+            raise ApiError(400, unread_part(where, 0, kind), param=where, code="unsupported_content")
         else:
             raise ApiError(400, f"{where} is of type {kind!r:.60}; "
                            f"{_UNREAD.get(str(kind), 'expected messages, function calls and their outputs')}",

@@ -32,6 +32,7 @@ from transformers import PreTrainedTokenizerBase
 
 from locret_stream.conversation.fitting import Fitting
 from locret_stream.conversation.messages import Message as Said
+from locret_stream.conversation.messages import unread_part
 from locret_stream.errors import ConfigError, InputError, InvalidTokens
 from locret_stream.text import Template, Traits
 from locret_stream.text.frames import ACKNOWLEDGEMENT
@@ -137,6 +138,16 @@ class _Messages(msgspec.Struct):
     messages: list[_Turn]
 
 
+def _expect_text(messages: Any, where: str) -> None:
+    """Raises InputError: a message has parts that are no text."""
+    for number, message in enumerate(messages if isinstance(messages, list) else ()):
+        content = message.get("content") if isinstance(message, dict) else None
+        for at, part in enumerate(content if isinstance(content, list) else ()):
+            kind = part.get("type") if isinstance(part, dict) else None
+            if kind not in (None, "text"):
+                raise InputError(unread_part(f"{where}: message {number}", at, kind))
+
+
 def parse_line(line: bytes, where: str) -> list[Message]:
     """One JSONL line to chat messages, cut after the last reply.
 
@@ -152,6 +163,7 @@ def parse_line(line: bytes, where: str) -> list[Message]:
             said = msgspec.convert(decoded, _ShareGPT).conversations
             turns = [(_ROLES.get(turn.speaker), turn.value, turn.speaker) for turn in said]
         elif "messages" in decoded:
+            _expect_text(decoded["messages"], where)
             converted = msgspec.convert(decoded, _Messages).messages
             turns = [(turn.role, turn.content, turn.role) for turn in converted]
             weightless = {number for number, turn in enumerate(converted) if turn.weight == 0}

@@ -215,7 +215,7 @@ CHAT_MISTAKES: list[tuple[Any, ...]] = [
     ({"messages": [user("x")], "temperature": "hot"}, 400, "invalid_value", "temperature"),
     ({"messages": [{"role": "wizard", "content": "x"}]}, 400, None, "messages[0].role"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, 400,
-     "unsupported_content", "messages[0].content"),
+     "unsupported_content", "messages[0].content[0]"),
     ({"messages": [user("x")], "tools": [{"type": "web_search"}]}, 400, "unsupported_tool", "tools[0]"),
     ({"messages": [user("x")], "tool_choice": "required"}, 400, None, "tool_choice"),
     ({"messages": [user("x")], "model": "gpt-9"}, 404, "model_not_found", "model"),

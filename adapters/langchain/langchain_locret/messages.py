@@ -10,7 +10,7 @@ from typing import Any
 from langchain_core.messages import AIMessage, BaseMessage, ToolMessage
 
 from locret_stream import InputError
-from locret_stream.conversation.messages import Message
+from locret_stream.conversation.messages import MEDIA, Message, unread_part
 from locret_stream.conversation.tool_prompt import call_text
 
 ROLES = {"human": "user", "ai": "assistant", "system": "system", "tool": "tool", "developer": "developer",
@@ -121,10 +121,13 @@ def _text(number: int, message: BaseMessage) -> str:
     if isinstance(message.content, str):
         return message.content
     blocks: list[Mapping[str, Any]] = [*message.content_blocks]
-    not_shown = [block["type"] for block in blocks if not _shown(block, isinstance(message, AIMessage))]
-    for kind in not_shown:
-        if kind in _MEDIA or not isinstance(message, ToolMessage):
-            raise InputError(f"message {number} holds {kind!r} content; expected text: this model reads nothing else")
+    not_shown = [(at, block["type"]) for at, block in enumerate(blocks) if not _shown(block, isinstance(
+        message, AIMessage))]
+    for at, kind in not_shown:
+        part = message.content[at] if at < len(message.content) else None  # calls of an answer come behind
+        given = part.get("type", kind) if isinstance(part, dict) else kind
+        if kind in _MEDIA or given in MEDIA or not isinstance(message, ToolMessage):
+            raise InputError(unread_part(f"message {number}", at, given))
     if not_shown:  # a tool may return any value: the model reads it as JSON
         return json.dumps(message.content, ensure_ascii=False, default=str)
     return "".join(block.get("text") or "" for block in blocks if block["type"] in _TEXT)
