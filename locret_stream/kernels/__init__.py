@@ -22,7 +22,7 @@ from locret_stream.kernels.reference import order_keys, quantise_units, slot_uni
 __all__ = ["compact_units", "decode_attention", "dequantise_units", "order_keys", "prefill_attention",
            "quantise_units", "reduced_attention", "rotate_halves", "score_units", "select_units",
            "slot_units", "uses_triton", "write_units"]
-WIDEST = 256  # numbers of a key that Triton's attention has room for
+WIDEST = 576  # numbers of a key or a value that Triton's attention has room for: the latents of DeepSeek-V3
 
 
 def uses_triton(x: Tensor) -> bool:
@@ -79,7 +79,8 @@ _rotate_halves = _dispatched(reference.rotate_halves)
 
 
 def prefill_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, **options: Any) -> tuple[Tensor, Tensor | None]:
-    """`reference.prefill_attention`: as that has it where K and V are of different widths, or wider than `WIDEST`."""
+    """`reference.prefill_attention`, which runs itself where Triton meets units wider than `WIDEST`, and torch K and V
+    of different widths."""
     return (_prefill_attention if _has_kernel(k, v) else reference.prefill_attention)(q, k, v, scale, **options)
 
 
@@ -91,8 +92,10 @@ def decode_attention(q: Tensor, keys: Tensor, values: Tensor, slots: Tensor, len
 
 
 def _has_kernel(keys: Tensor, values: Tensor) -> bool:
-    width = keys.shape[-1]
-    return width == values.shape[-1] and (width <= WIDEST or not uses_triton(keys))
+    width, other = keys.shape[-1], values.shape[-1]
+    if width == other <= WIDEST:
+        return True
+    return max(width, other) <= WIDEST if uses_triton(keys) else width == other
 
 
 def rotate_halves(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor | None = None) -> Tensor:

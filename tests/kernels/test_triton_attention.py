@@ -129,11 +129,14 @@ def test_prefill_by_descriptors(T, N, H, G, D, dtype, window, softcap, sink_logi
 
 
 def test_units_that_no_descriptor_can_describe_are_loaded_by_pointers(described):
-    k = noise(2, 100, 20, dtype=F16)
-    between = noise(2, 100, 24, dtype=F16)[..., 4:20]  # each row 16 bytes from the next, and none at such an address
-    for x in (k, noise(2, 100, 17, dtype=F16)[..., 1:], noise(2, 16, 100, dtype=F16).mT, noise(2, 100, 16), between):
-        q = noise(2, 5, x.shape[2], dtype=x.dtype, seed=1)
-        close(prefill_attention(q, x, x, 0.2)[0], reference.prefill_attention(q, x, x, 0.2)[0], 5e-3)
+    def views(seed: int) -> tuple[Tensor, ...]:
+        between = noise(2, 100, 24, dtype=F16, seed=seed)[..., 4:20]  # rows 16 bytes apart, and none at such an address
+        return (noise(2, 100, 20, dtype=F16, seed=seed), noise(2, 100, 17, dtype=F16, seed=seed)[..., 1:],
+                noise(2, 16, 100, dtype=F16, seed=seed).mT, noise(2, 100, 16, seed=seed), between)
+
+    for k, v in zip(views(2), views(3), strict=True):
+        q = noise(2, 5, k.shape[2], dtype=k.dtype, seed=1)
+        close(prefill_attention(q, k, v, 0.2)[0], reference.prefill_attention(q, k, v, 0.2)[0], 5e-3)
     assert not described
 
 

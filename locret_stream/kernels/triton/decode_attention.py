@@ -10,14 +10,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from locret_stream.kernels.triton.prefill_attention import (
+from locret_stream.kernels.triton.tiles import (
     LOG2E,
+    add_tiles,
     base2_logits,
     block_dim,
     dot_dtype,
+    dot_tiles,
     finish,
+    gather_tiles,
     load_tile,
+    load_tiles,
     softmax_step,
+    store_tiles,
+    tiles_of,
+    zero_tiles,
 )
 
 _PROGRAMS = 2 * 132  # two for each SM of an H100
@@ -26,15 +33,16 @@ _IN_FLIGHT = 100 << 10  # bytes of its shared memory for each of the two
 
 @triton.jit
 def _partial(q, keys, values, slots, lengths, windows, cos, sin, sink_logits, out, lse, stride_q, stride_k, stride_v,
-             stride_cos, stride_sin, stride_out, T, H, scale, G: tl.constexpr, D: tl.constexpr, WINDOW: tl.constexpr,
-             OF_EACH: tl.constexpr, SOFTCAP: tl.constexpr, SINK_LOGITS: tl.constexpr, ROPE: tl.constexpr,
-             SPLIT: tl.constexpr, DOT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-             BLOCK_D: tl.constexpr, BLOCK_HALF: tl.constexpr):
-    """One split of one context's units, for a tile of the G * T rows of one KV head.
+             stride_cos, stride_sin, stride_out, T, H, scale, G: tl.constexpr, D: tl.constexpr, REST: tl.constexpr,
+             V: tl.constexpr, V_REST: tl.constexpr, TIED: tl.constexpr, WINDOW: tl.constexpr, OF_EACH: tl.constexpr,
+             SOFTCAP: tl.constexpr, SINK_LOGITS: tl.constexpr, ROPE: tl.constexpr, SPLIT: tl.constexpr,
+             DOT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+             BLOCK_REST: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_V_REST: tl.constexpr, BLOCK_HALF: tl.constexpr):
+    """One split of one context's units, for a tile of the G * T rows of one KV head; how units are cut says `tiles_of`.
 
     WINDOW: of all contexts, 0 for none. OF_EACH: each has its own, in `windows`.
-    SPLIT: normalized rows and their base-2 log-sum-exp into [A * H*G * T, splits, D] and [A * H*G * T, splits]; else
-    the result itself.
+    SPLIT: normalized rows and their base-2 log-sum-exp into [A * H*G * T, splits, V + V_REST] and [A * H*G * T,
+    splits]; else the result itself.
     """
     split = tl.program_id(0)
     context = tl.program_id(2).to(tl.int64)
@@ -59,7 +67,6 @@ def _partial(q, keys, values, slots, lengths, windows, cos, sin, sink_logits, ou
     hi = tl.minimum(lo + span, length)
 
     units = tl.arange(0, BLOCK_N)
-    dims = tl.arange(0, BLOCK_D)
     halves = tl.arange(0, BLOCK_HALF)
     HALF: tl.constexpr = D // 2
     q_rows = (q + context * stride_q[0] + query_heads * stride_q[1] + rows % T * stride_q[2])[:, None]
@@ -71,8 +78,7 @@ def _partial(q, keys, values, slots, lengths, windows, cos, sin, sink_logits, ou
         cos += lo.to(tl.int64) * stride_cos[0]
         sin += lo.to(tl.int64) * stride_sin[0]
     else:
-        q1 = tl.load(q_rows + dims[None, :] * stride_q[3], mask=inside[:, None] & (dims[None, :] < D), other=0.0)
-        q1 = q1.to(DOT)
+        q_tiles = gather_tiles(q_rows, stride_q[3], inside, D, REST, BLOCK_D, BLOCK_REST)
     k = keys + slot * stride_k[0] + head * stride_k[1] + lo.to(tl.int64) * stride_k[2]
     v = values + slot * stride_v[0] + head * stride_v[1] + lo.to(tl.int64) * stride_v[2]
 
@@ -83,10 +89,11 @@ def _partial(q, keys, values, slots, lengths, windows, cos, sin, sink_logits, ou
         sink_logit = tl.load(sink_logits + query_heads, mask=counted, other=float("-inf")).to(tl.float32)
         top = tl.maximum(top, sink_logit * LOG2E)
         total = tl.where(top == float("-inf"), 0.0, 1.0)
-    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    acc = zero_tiles(BLOCK_M, BLOCK_V, BLOCK_V_REST)
     for start in range(lo, hi, BLOCK_N):
         left = hi - start
-        v_tile = load_tile(v, units, dims, stride_v[2], stride_v[3], left, D, True, D < BLOCK_D)
+        if not TIED:
+            v_tiles = load_tiles(v, units, stride_v[2], stride_v[3], left, V, V_REST, True, BLOCK_V, BLOCK_V_REST)
         if ROPE:
             k1 = load_tile(k, units, halves, stride_k[2], stride_k[3], left, HALF, True, HALF < BLOCK_HALF)
             k2 = load_tile(k + HALF * stride_k[3], units, halves, stride_k[2], stride_k[3], left, HALF, True,
@@ -106,14 +113,17 @@ def _partial(q, keys, values, slots, lengths, windows, cos, sin, sink_logits, ou
             cos += BLOCK_N * stride_cos[0]
             sin += BLOCK_N * stride_sin[0]
         else:
-            k1 = load_tile(k, units, dims, stride_k[2], stride_k[3], left, D, True, D < BLOCK_D)
-            products = tl.dot(q1, tl.trans(k1.to(DOT)), input_precision="ieee")
+            k_tiles = load_tiles(k, units, stride_k[2], stride_k[3], left, D, REST, True, BLOCK_D, BLOCK_REST)
+            products = dot_tiles(q_tiles, k_tiles, DOT)
+            if TIED:
+                v_tiles = k_tiles
         distance = ranks[:, None] - (start + units)[None, :]
         seen = (distance >= 0) & (units < left)[None, :]
         if WINDOW > 0 or OF_EACH:
             seen = seen & (distance < window)
         logits = tl.where(seen, base2_logits(products, scale, SOFTCAP), float("-inf"))
-        acc, top, total = softmax_step(acc, top, total, logits, v_tile, DOT)
+        weights, kept, top, total = softmax_step(top, total, logits)
+        acc = add_tiles(acc, kept, weights, v_tiles, DOT)
         k += BLOCK_N * stride_k[2]
         v += BLOCK_N * stride_v[2]
     acc, top = finish(acc, top, total)
@@ -122,12 +132,11 @@ def _partial(q, keys, values, slots, lengths, windows, cos, sin, sink_logits, ou
         at = ((context * H + head) * (G * T) + rows) * tl.num_programs(0) + split
         # Rows that saw nothing stay unwritten, and `_combine` does not read them, as their log-sum-exp is -inf.
         written = inside & (top > float("-inf"))
-        tl.store(out + at[:, None] * D + dims[None, :], acc, mask=written[:, None] & (dims[None, :] < D))
+        store_tiles(out, at * (V + V_REST), 1, acc, written, V, V_REST, BLOCK_V, BLOCK_V_REST)
         tl.store(lse + at, top, mask=inside)
     else:
         at = context * stride_out[0] + query_heads * stride_out[1] + rows % T * stride_out[2]
-        tl.store(out + at[:, None] + dims[None, :] * stride_out[3], acc.to(out.dtype.element_ty),
-                 mask=inside[:, None] & (dims[None, :] < D))
+        store_tiles(out, at, stride_out[3], acc, inside, V, V_REST, BLOCK_V, BLOCK_V_REST)
 
 
 @triton.jit
@@ -155,35 +164,41 @@ def _combine(partial, lse, out, stride_out, T, HEADS, SPLITS, D: tl.constexpr, B
     tl.store(out + at + dims * stride_out[3], (acc / total).to(out.dtype.element_ty), mask=dims < D)
 
 
-def _blocks(dtype: tl.dtype, dim: int, unit_bytes: int) -> dict[str, int]:
-    """Units of a block, warps and stages, where one unit takes `unit_bytes` of shared memory.
+def _blocks(dtype: tl.dtype, rows: int, dim: int, unit_bytes: int) -> dict[str, int]:
+    """Rows and units of a block, warps and stages, where there are `rows`, a row of the output has `dim` features in
+    tiles, and one unit takes `unit_bytes` of shared memory.
 
-    Reckoned, and not yet tried against others on a GPU.
+    Reckoned, and not yet tried against others on a GPU: the output is in registers, 128 of each thread where 64 rows of
+    256 features have 4 warps, or of 512 features 8.
     """
-    most = 64
+    most, tall = 64, 64
     if dtype == tl.float32:  # "ieee" products are FMAs on operands in registers
-        most = 32 if dim <= 128 else 16
+        most, tall = (32, 64) if dim <= 128 else (16, 64) if dim <= 256 else (16, 16)
+    rows = min(tall, max(16, triton.next_power_of_2(rows)))
     count = max(16, min(most, _IN_FLIGHT // (2 * unit_bytes) // 16 * 16))
     count = 1 << count.bit_length() - 1
-    return {"BLOCK_N": count, "num_warps": 4, "num_stages": 3 if 2 * count * unit_bytes <= _IN_FLIGHT else 2}
+    return {"BLOCK_M": rows, "BLOCK_N": count, "num_warps": 4 if rows * dim <= 64 * 256 else 8,
+            "num_stages": 3 if 2 * count * unit_bytes <= _IN_FLIGHT else 2}
 
 
 def decode_attention(q: Tensor, keys: Tensor, values: Tensor, slots: Tensor, lengths: Tensor, scale: float, *,
                      cos: Tensor | None = None, sin: Tensor | None = None, window: int | Tensor | None = None,
                      softcap: float | None = None, sink_logits: Tensor | None = None) -> Tensor:
     """`reference.decode_attention`."""
-    contexts, query_heads, new, dim = q.shape
+    contexts, query_heads, new, _ = q.shape
     heads, capacity = keys.shape[1:3]
-    group = query_heads // heads
-    out = torch.empty_like(q)
-    dtype, wide = dot_dtype(q, keys, values), block_dim(dim)
-    rows = min(64, max(16, triton.next_power_of_2(group * new)))
-    tiles = heads * triton.cdiv(group * new, rows)
+    group, dim = query_heads // heads, values.shape[3]
+    out = torch.empty_like(q) if dim == q.shape[3] else q.new_empty(contexts, new, query_heads, dim).transpose(1, 2)
     rope = cos is not None and sin is not None
-    loaded = keys.element_size() + values.element_size() + (cos.element_size() + sin.element_size() if rope else 0)
-    blocks = _blocks(dtype, wide, wide * loaded)
+    dtype, tiles = dot_dtype(q, keys, values), tiles_of(keys, values, whole=rope)
+    wide, wide_v = tiles["BLOCK_D"] + tiles["BLOCK_REST"], tiles["BLOCK_V"] + tiles["BLOCK_V_REST"]
+    loaded = keys.element_size() + (cos.element_size() + sin.element_size() if rope else 0)
+    unit_bytes = wide * loaded + (0 if tiles["TIED"] else wide_v * values.element_size())
+    blocks = _blocks(dtype, group * new, max(wide, wide_v), unit_bytes)
+    rows = heads * triton.cdiv(group * new, blocks["BLOCK_M"])
     most = triton.cdiv(capacity, blocks["BLOCK_N"])
-    splits = max(1, min(most, triton.cdiv(_PROGRAMS, max(1, contexts * tiles))))
+    programs = _PROGRAMS * 4 // blocks["num_warps"]  # one of 8 warps takes an SM for itself
+    splits = max(1, min(most, triton.cdiv(programs, max(1, contexts * rows))))
     if splits > 1:
         partial = q.new_empty(contexts * query_heads * new, splits, dim, dtype=torch.float32)
         lse = q.new_empty(contexts * query_heads * new, splits, dtype=torch.float32)
@@ -193,15 +208,14 @@ def decode_attention(q: Tensor, keys: Tensor, values: Tensor, slots: Tensor, len
         cos = sin = q  # not read
     of_each = isinstance(window, Tensor)
     windows, one = (window.contiguous(), 0) if isinstance(window, Tensor) else (lengths, window or 0)
-    _partial[splits, tiles, contexts](
+    _partial[splits, rows, contexts](
         q, keys, values, slots.contiguous(), lengths.contiguous(), windows, cos, sin,
         q if sink_logits is None else sink_logits.contiguous(), partial, lse, q.stride(), keys.stride(),
-        values.stride(), cos.stride(), sin.stride(), out.stride(), new, heads, scale, G=group, D=dim,
-        WINDOW=one, OF_EACH=of_each, SOFTCAP=softcap or 0.0, SINK_LOGITS=sink_logits is not None, ROPE=rope,
-        SPLIT=splits > 1, DOT=dtype, BLOCK_M=rows, BLOCK_D=wide, BLOCK_HALF=block_dim(dim // 2), enable_fp_fusion=True,
-        **blocks)
+        values.stride(), cos.stride(), sin.stride(), out.stride(), new, heads, scale, G=group, WINDOW=one,
+        OF_EACH=of_each, SOFTCAP=softcap or 0.0, SINK_LOGITS=sink_logits is not None, ROPE=rope, SPLIT=splits > 1,
+        DOT=dtype, BLOCK_HALF=block_dim(tiles["D"] // 2), enable_fp_fusion=True, **tiles, **blocks)
     if splits > 1:
         _combine[(contexts * query_heads * new,)](
-            partial, lse, out, out.stride(), new, query_heads, splits, D=dim, BLOCK_D=wide,
+            partial, lse, out, out.stride(), new, query_heads, splits, D=dim, BLOCK_D=block_dim(dim),
             BLOCK_S=triton.next_power_of_2(splits), CHUNK=16, num_warps=4, enable_fp_fusion=True)
     return out
