@@ -81,6 +81,7 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
         units: of every layer that keeps units, in order; these are the L layers of a memory.
         window: positions that the model was made for. item_bytes: of one element of K or V.
         state_bytes: of the recurrent state of one context, which layers without attention carry.
+        biased: whether layers add to logits what depends on the token and the distance of ranks.
     """
 
     units: tuple[UnitShape, ...]
@@ -89,6 +90,7 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
     item_bytes: int
     hidden: int = 0
     state_bytes: int = 0
+    biased: bool = False
 
     @classmethod
     def even(cls, *, layers: int, kv_heads: int, groups: int, head_dim: int, sliding: Sequence[int | None] = (),
@@ -117,7 +119,11 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
         return {msgspec.structs.replace(unit, sliding=None, blocks=False, index_dim=0) for unit in self.units}
 
     def one_unit(self, what: str) -> UnitShape:
-        """The shape of a unit in every layer. Raises ConfigError: the layers differ, and `what` needs layers alike."""
+        """The shape of a unit in every layer. Raises ConfigError: the layers differ, and `what` needs layers alike; or
+        they are biased, which `what` knows nothing of."""
+        if self.biased:
+            raise ConfigError(f"{what} need attention by queries and keys alone; found a model that adds a bias by "
+                              "distance to it: expected a policy that needs none, such as 'keydiff'")
         if not self.alike:
             forms = sorted({(unit.kv_heads, *unit.dims) for unit in self._forms})
             raise ConfigError(f"{what} need layers that are alike; found layers of {forms} (KV heads, numbers of K and "

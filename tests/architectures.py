@@ -128,6 +128,17 @@ INDEXED = {
 """Models whose layers choose what they attend to: 12 units of latents, by an index of their own or of an earlier layer;
 of blocks of units, those whose best index key, or whose mean one, scores best."""
 
+_INKLING = dict(head_dim=16, swa_head_dim=16, swa_num_attention_heads=4, swa_num_key_value_heads=4, d_rel=4,
+                sliding_window_size=24, rel_extent=12, log_scaling_n_floor=16, n_routed_experts=4,
+                num_experts_per_tok=2, n_shared_experts=1, moe_intermediate_size=32,
+                layer_types=["hybrid_sliding", "hybrid", "hybrid"])
+BIASED = {
+    "inkling": lambda: tf.InklingTextConfig(**BASE, **_INKLING, mlp_layer_types=["dense", "sparse", "sparse"],
+                                            logits_mup_width_multiplier=2.0),
+    "inkling2": lambda: tf.Inkling2TextConfig(**BASE, **_INKLING),
+}
+"""Models that add to logits what depends on the token and on the distance, beside convolutions with a state."""
+
 BY_POSITION = {
     "ministral3": lambda: tf.Ministral3Config(**BASE, head_dim=16, sliding_window=None, rope_parameters=_rope(
         "yarn", factor=16.0, original_max_position_embeddings=16, beta_fast=32.0, beta_slow=1.0, mscale=1.0,
@@ -149,7 +160,7 @@ OTHERWISE_BUILT = {
 }
 """Models whose layers have other names, or whose modules are several layers each."""
 
-CONFIGS = PLAIN | STATEFUL | BY_LAYER | LATENT | INDEXED | BY_POSITION | OTHERWISE_BUILT
+CONFIGS = PLAIN | STATEFUL | BY_LAYER | LATENT | INDEXED | BIASED | BY_POSITION | OTHERWISE_BUILT
 
 
 def make(name: str, *, attn: str | None = None, dtype: torch.dtype = torch.float32, seed: int = 0,

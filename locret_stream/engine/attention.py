@@ -37,7 +37,7 @@ class Attention:
         if unit.blocks and window and position % window + new <= window:  # all are of one block: causal within it
             first = max(0, total - new - position % window)
             k, v, total, window = k[:, :, first:], v[:, :, first:], total - first, None
-        if (window is None or not unit.blocks) and self._by_kernel(call, total, window):
+        if (window is None or not unit.blocks) and call.bias is None and self._by_kernel(call, total, window):
             out, lse = prefill_attention(q[0], k[0], v[0], call.scale, window=window,
                                          softcap=call.softcap, sink_logits=call.sink_logits,
                                          with_lse="column_sums" in self.layout.policy.needs)

@@ -409,11 +409,11 @@ class Engine:
         """Run ids at ranks counts[l] + offset; writes no committed units. Returns hidden states [1, T, hidden], and the
         recurrent state behind the ids."""
         store, new = state.store, len(ids)
-        begins = not (state.seen or offset)
-        carried = self.attachment.carry(() if begins else store.state(provisional=offset > 0))
+        begins, ranks = not (state.seen or offset), [count + offset for count in store.counts]
+        carried = self.attachment.carry(() if begins else store.state(provisional=offset > 0), ranks)
 
         def step(call: LayerCall) -> Attended:
-            layer, start = call.layer, store.counts[call.layer] + offset
+            layer, start = call.layer, ranks[call.layer]
             total = start + new
             if call.keeps:
                 store.write(layer, start, call.own_k, call.v, self.layout.tables.rotate)
@@ -428,7 +428,7 @@ class Engine:
             return attended
 
         tensor = torch.tensor([ids], dtype=torch.int64, device=self.attachment.device)
-        hidden = self.attachment.hidden(tensor, step, carried, max(store.counts) + offset)
+        hidden = self.attachment.hidden(tensor, step, carried, max(ranks))
         return hidden, [] if carried is None else carried.tensors
 
     def _focus_units(self, ids: Sequence[int]) -> Units:

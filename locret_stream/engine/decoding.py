@@ -82,7 +82,10 @@ class Decoder:
 
     def can_run(self, state: EngineState) -> bool:
         """Whether the next token of the context can be run here: not the first of a stream, where layers with a
-        recurrent state have none to go on from."""
+        recurrent state have none to go on from; and none of a model whose layers read ranks from its cache, as these
+        are not the same in every context."""
+        if self.layout.shape.biased:
+            return False
         return not self.pool.states.forms or bool(state.seen or state.provisional)
 
     def _step(self, states: Sequence[EngineState], counts: Sequence[int]) -> Tensor:

@@ -97,10 +97,14 @@ class Scorer:
 
 def _column_sums(call: LayerCall, q: Tensor, k: Tensor, lse: Tensor | None) -> ColumnSums:
     """`Chunk.column_sums`, of q [H*G, T, D] and k [H, n+T, D] after RoPE; lse [H*G, T] if attention returned it."""
+    sinks = call.sink_logits
+
     def sums(rows: slice | Tensor | None = None, *, above_mean: bool = False) -> Tensor:
         rows = slice(None) if rows is None else rows
         ranks = torch.arange(k.shape[1] - q.shape[1], k.shape[1], device=k.device)[rows]
+        more = {} if call.bias is None else {"bias": call.bias[0, :, rows]}
         return reduced_attention(q[:, rows], k, call.scale, ranks, None if lse is None else lse[:, rows],
-                                 above_mean=above_mean, softcap=call.softcap, sink_logits=call.sink_logits)
+                                 above_mean=above_mean, softcap=call.softcap,
+                                 sink_logits=sinks if sinks is None or sinks.dim() == 1 else sinks[0, :, rows], **more)
 
     return sums

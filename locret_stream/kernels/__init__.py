@@ -71,7 +71,7 @@ compact_units = _dispatched(torch_ops.compact_units)
 _decode_attention = _dispatched(torch_ops.decode_attention)
 dequantise_units = _dispatched(torch_ops.dequantise_units)
 _prefill_attention = _dispatched(torch_ops.prefill_attention)
-reduced_attention = _dispatched(reference.reduced_attention)
+_reduced_attention = _dispatched(reference.reduced_attention)
 score_units = _dispatched(torch_ops.score_units)
 select_units = _dispatched(torch_ops.select_units)
 write_units = _dispatched(reference.write_units)
@@ -89,6 +89,11 @@ def decode_attention(q: Tensor, keys: Tensor, values: Tensor, slots: Tensor, len
     """`reference.decode_attention`, with the same exceptions."""
     return (_decode_attention if _has_kernel(keys, values) else reference.decode_attention)(
         q, keys, values, slots, lengths, scale, **options)
+
+
+def reduced_attention(q: Tensor, k: Tensor, *args: Any, **options: Any) -> Tensor:
+    """`reference.reduced_attention`: as that has it where logits have a bias."""
+    return (reference.reduced_attention if "bias" in options else _reduced_attention)(q, k, *args, **options)
 
 
 def _has_kernel(keys: Tensor, values: Tensor) -> bool:

@@ -197,20 +197,24 @@ def attention(q: Tensor, k: Tensor, v: Tensor, scale: float, ranks: Tensor, *, w
 
 
 def masked_logits(q: Tensor, k: Tensor, scale: float, ranks: Tensor, *, window: int | None,
-                  softcap: float | None) -> Tensor:
-    """Logits [H, G, R, N] fp32 of q [H*G, R, D] and k [H, N, D]; -inf where a row does not see a unit."""
+                  softcap: float | None, bias: Tensor | None = None) -> Tensor:
+    """Logits [H, G, R, N] fp32 of q [H*G, R, D] and k [H, N, D], with a bias [H*G, R, N] added; -inf where a row does
+    not see a unit."""
     heads, count, dim = k.shape
     logits = torch.einsum("hgrd,hnd->hgrn", q.float().view(heads, -1, q.shape[1], dim), k.float()) * scale
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
+    if bias is not None:
+        logits = logits + bias.float().reshape(logits.shape)
     distance = ranks[:, None] - torch.arange(count, device=q.device)
     return logits.masked_fill((distance < 0) | (distance >= (window or count + 1)), float("-inf"))
 
 
 def log_sum(logits: Tensor, sink_logits: Tensor | None) -> Tensor:
-    """Log-sum-exp [H, G, R] of logits [H, G, R, N], with the extra logit `sink_logits` [H*G] of each query head."""
+    """Log-sum-exp [H, G, R] of logits [H, G, R, N], with the extra logit `sink_logits` of each query head, [H*G], or of
+    each of its rows, [H*G, R]."""
     total = logits.logsumexp(-1)
-    return total if sink_logits is None else torch.logaddexp(total, sink_logits.float().view(*logits.shape[:2], 1))
+    return total if sink_logits is None else torch.logaddexp(total, sink_logits.float().view(*logits.shape[:2], -1))
 
 
 def prefill_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, *, window: int | None = None,
@@ -263,8 +267,8 @@ def of_each(window: int | Tensor | None, contexts: int) -> list[int | None]:
 
 
 def reduced_attention(q: Tensor, k: Tensor, scale: float, ranks: Tensor, lse: Tensor | None = None, *,
-                      above_mean: bool = False, softcap: float | None = None, sink_logits: Tensor | None = None
-                      ) -> Tensor:
+                      above_mean: bool = False, softcap: float | None = None, sink_logits: Tensor | None = None,
+                      bias: Tensor | None = None) -> Tensor:
     """Attention that each unit receives from some rows: softmax(q_r k^T * scale), summed over the rows and the G heads.
 
     The rows are computed in blocks, so that an R x N matrix of all heads never exists (NaCl, arXiv:2408.03675,
@@ -276,7 +280,8 @@ def reduced_attention(q: Tensor, k: Tensor, scale: float, ranks: Tensor, lse: Te
         lse: [H*G, R] fp32, as `attention` returns it; None: computed here.
         above_mean: count the rows that give a unit more than 1 / (units they see), in place of summing what they give
             (Scissorhands, arXiv:2305.17118, Algorithm 2).
-        softcap, sink_logits: as for `attention`.
+        softcap, sink_logits: as for `attention`; of the latter, one for each row, [H*G, R], too.
+        bias: [H*G, R, N], added to the logits.
 
     Returns:
         [H, N] fp32.
@@ -286,8 +291,10 @@ def reduced_attention(q: Tensor, k: Tensor, scale: float, ranks: Tensor, lse: Te
     rows = max(1, _BLOCK_ELEMENTS // (count * q.shape[0]))
     for start in range(0, q.shape[1], rows):
         part = slice(start, start + rows)
-        logits = masked_logits(q[:, part], k, scale, ranks[part], window=None, softcap=softcap)
-        total = log_sum(logits, sink_logits) if lse is None else lse[:, part].reshape(heads, -1, logits.shape[2])
+        logits = masked_logits(q[:, part], k, scale, ranks[part], window=None, softcap=softcap,
+                               bias=None if bias is None else bias[:, part])
+        sinks = sink_logits if sink_logits is None or sink_logits.dim() == 1 else sink_logits[:, part]
+        total = log_sum(logits, sinks) if lse is None else lse[:, part].reshape(heads, -1, logits.shape[2])
         weights = (logits - total[..., None]).exp()
         if above_mean:
             weights = (weights * logits.isfinite().sum(-1, keepdim=True) > 1).float()

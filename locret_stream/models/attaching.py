@@ -244,11 +244,11 @@ def _read_in_pieces(attachment: Attachment, ids: Tensor) -> list[Tensor]:
         mask = mask if chosen is None else chosen & mask
         return tables.rotate_queries(call.layer, call.q, start), k[..., :call.k.shape[-1]], v, mask
 
-    carried, hidden, start = attachment.carry(), [], 0
+    carried, hidden, start = attachment.carry((), [0] * shape.layers), [], 0
     for part in ids.split(PIECES):
         hidden.append(attachment.hidden(part[None], step, carried, start))
         start += len(part)
-        carried = carried and attachment.carry(carried.tensors)
+        carried = carried and attachment.carry(carried.tensors, [start] * shape.layers)
     return hidden
 
 

@@ -132,6 +132,7 @@ class Attachment:
             turns.setdefault(layer.module, []).append((keeping.index(kept), kept is layer))
         layers = keeping
         self._attentions = [layer.module for layer in layers]
+        self._numbers = [layer.number for layer in layers]
         self.places = [Place(layer.call.k.device, layer.call.k.dtype) for layer in layers]
         self.shape = shape_of(model, self._config, layers, sum(each.bytes for each in self.states))
         self._rotary.set_layers(self._attentions, [layer.source for layer in layers], self.places,
@@ -333,10 +334,17 @@ class Attachment:
             for index in self._indexes if not self._graded else ():  # the backward pass reads what they were asked
                 index.asked = None
 
-    def carry(self, tensors: Sequence[Tensor] = ()) -> Carried | None:
+    def carry(self, tensors: Sequence[Tensor] = (), ranks: Sequence[int] = ()) -> Carried | None:
         """What `hidden` takes to go on from a recurrent state: its tensors, [B, ...] each, in the order of `states`,
-        which the forward may overwrite; none at the beginning of a stream. None for a model without such a state."""
-        return Carried(self._config, self.states, tensors) if self.states else None
+        which the forward may overwrite; none at the beginning of a stream. None for a model that needs none of this.
+
+        Args:
+            ranks: of the first new token in each layer, [L]; read by a model that is `biased` alone.
+        """
+        if not self.states and not self.shape.biased:
+            return None
+        return Carried(self._config, self.states, tensors, dict(zip(self._numbers, ranks, strict=bool(ranks)))
+                       if self.shape.biased else None)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Hidden states [B, T, hidden] -> logits [B, T, vocab], through the model's own head, scaling and softcap."""
@@ -359,22 +367,29 @@ class Attachment:
             q = latent.absorb(q)
         asked = asked_of(module) if self._indexes else None
         if self._asked is not None:
-            self._asked.append((module, LayerCall(len(self._asked), self._input, q, k, v, scale, asked=asked)))
+            self._asked.append((module, LayerCall(len(self._asked), self._input, q, k, v, scale, asked=asked,
+                                                  bias=kwargs.get("position_bias"))))
             out = q.new_zeros(len(q), q.shape[2], q.shape[1], v.shape[-1])
             return out if latent is None else latent.expand(out.transpose(1, 2)), None
         assert self._step is not None, "only `hidden` and probes run the decoder"
         call = LayerCall(module.locret_layer, self._input, q, k, v, scale, kwargs.get("softcap"), kwargs.get("s_aux"),
                          module.locret_keeps, asked)
+        if self.shape.biased:
+            call.bias = kwargs.pop("position_bias")
+            call.sink_logits = kwargs["sinks"][..., 0] if "sinks" in kwargs else call.sink_logits
         attended = self._step(call)
         if isinstance(attended, Tensor):
             return attended.transpose(1, 2).contiguous() if latent is None else latent.expand(attended), None
         q, k, v, mask = attended
         new, total = q.shape[2], k.shape[2]
-        causal = mask is None and new == total  # sdpa's own causal mask allows fast kernels
+        causal = mask is None and new == total and call.bias is None  # sdpa's own causal mask allows fast kernels
         if mask is None and new > 1 and not (causal and (self.attn == "sdpa" or latent is not None)):
             mask = torch.ones(new, total, dtype=torch.bool, device=q.device).tril(total - new)
         if mask is not None and mask.dtype == torch.bool:
             mask = additive_mask(mask, q.dtype)
+        if call.bias is not None:
+            bias = call.bias[..., call.bias.shape[-1] - total:]
+            mask = bias if mask is None else bias + mask
         if latent is not None:
             out = masked_attention(q, k, v, mask, scale, causal=causal, sink_logits=call.sink_logits)
             return latent.expand(out), None

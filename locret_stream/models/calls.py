@@ -19,9 +19,11 @@ class LayerCall:
     """One layer's attention, before RoPE: q [B, H*G, T, D], k and v [B, H, T, D].
 
     `hidden` [B, T, hidden] is the input of the attention module, after its norm. `softcap` bounds logits, in models
-    that have one (Gemma2); `sink_logits` [H*G] are extra logits in the softmax's denominator (GPT-OSS). Where a layer
-    reads the units of an earlier one and keeps none (Gemma 3n, Gemma 4), `layer` is that one, whose k and v these are,
-    and `keeps` is False. `asked` is what it asks its index, in layers that choose what they attend to.
+    that have one (Gemma2); `sink_logits` [H*G], or [B, H*G, T] by token (Inkling 2), are extra logits in the softmax's
+    denominator (GPT-OSS). `bias` [B, H*G, T, S] is added to the logits of all units that the layer has then, the new
+    ones last: it depends on the token and on the distance of ranks (Inkling). Where a layer reads the units of an
+    earlier one and keeps none (Gemma 3n, Gemma 4), `layer` is that one, whose k and v these are, and `keeps` is False.
+    `asked` is what it asks its index, in layers that choose what they attend to.
     """
 
     layer: int
@@ -34,6 +36,7 @@ class LayerCall:
     sink_logits: Tensor | None = None
     keeps: bool = True
     asked: Asked | None = None
+    bias: Tensor | None = None
 
     @property
     def own_k(self) -> Tensor:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from locret_stream.models.recurrent import KINDS, Carried
+from locret_stream.models.recurrent import Carried
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -72,7 +72,7 @@ def forgetful(mixers: Sequence[Mixed], config: Any, carried: Carried) -> list[nn
         expected = given(several)
         return isinstance(expected, Tensor) and any(
             torch.equal(given(several, kind), expected) and not torch.equal(given(one, kind), given(one))
-            for kind in KINDS)
+            for kind in {form.kind for form in forms})
 
     return [mixed.module for mixed in mixers if forgets(mixed)]
 
@@ -102,7 +102,10 @@ def handed(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Carried | None:
 
 
 def of_tokens(piece: slice, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments of a module with a piece of its hidden states [B, T, hidden]."""
-    if args:
-        return (args[0][:, piece], *args[1:]), kwargs
-    return args, kwargs | {"hidden_states": kwargs["hidden_states"][:, piece]}
+    """Arguments of a module with a piece of its hidden states [B, T, hidden], and of all that it has by token."""
+    each = (args[0] if args else kwargs["hidden_states"]).shape[:2]
+
+    def some(value: Any) -> Any:
+        return value[:, piece] if isinstance(value, Tensor) and value.shape[:2] == each else value
+
+    return tuple(map(some, args)), {name: some(value) for name, value in kwargs.items()}

@@ -112,7 +112,8 @@ def shape_of(model: PreTrainedModel, config: Any, layers: list[Probed], state_by
                                index_dim=0 if call.asked is None else call.asked.keys.shape[-1],
                                sliding=reach, blocks=kind == BLOCKS and reach is not None))
     return ModelShape(units=tuple(units), vocab=config.vocab_size, window=window,
-                      item_bytes=layers[0].call.k.dtype.itemsize, hidden=config.hidden_size, state_bytes=state_bytes)
+                      item_bytes=layers[0].call.k.dtype.itemsize, hidden=config.hidden_size, state_bytes=state_bytes,
+                      biased=any(layer.call.bias is not None for layer in layers))
 
 
 def _expect_alike(model: PreTrainedModel, dtypes: set[torch.dtype]) -> None:

@@ -4,7 +4,7 @@ state, in tensors of a fixed size. Knows transformers' caches; knows no slots.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -12,7 +12,7 @@ from transformers.cache_utils import DynamicCache, LinearAttentionCacheLayerMixi
 
 from locret_stream.cache import StateTensor
 
-KINDS = ("conv", "recurrent")
+_KINDS = ("conv", "recurrent")
 
 
 class Carried(DynamicCache):
@@ -23,14 +23,16 @@ class Carried(DynamicCache):
         config: of the decoder.
         forms: of the state's tensors. tensors: their values, [B, ...] each, which the forward may overwrite; none for
             the beginning of a stream.
+        ranks: by layer of the decoder, the rank of the first new token: for layers that read distances from the cache.
 
     Attributes:
         goes_on: whether there is a state to go on from.
     """
 
-    def __init__(self, config: Any, forms: Sequence[StateTensor] = (), tensors: Sequence[Tensor] = ()):
+    def __init__(self, config: Any, forms: Sequence[StateTensor] = (), tensors: Sequence[Tensor] = (),
+                 ranks: Mapping[int, int] | None = None):
         super().__init__(config=config)
-        self._forms, self.goes_on = forms, bool(tensors)
+        self._forms, self.goes_on, self._ranks = forms, bool(tensors), ranks or {}
         for form, tensor in zip(forms, tensors, strict=bool(tensors)):
             layer: Any = self.layers[form.layer]
             getattr(layer, f"{form.kind}_states")[form.index] = tensor
@@ -46,8 +48,12 @@ class Carried(DynamicCache):
         return key_states, value_states
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """0: what came before is not here."""
-        return 0
+        """The units of the layer before the new ones, though they are not here; 0 where no layer asks for them."""
+        return self._ranks.get(layer_idx, 0)
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """How many units the layer has with so many new ones, and the rank of the first."""
+        return self.get_seq_length(layer_idx) + query_length, 0
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -64,7 +70,7 @@ class Carried(DynamicCache):
         for number, layer in enumerate(self.layers):
             if not isinstance(layer, LinearAttentionCacheLayerMixin):
                 continue
-            for kind in KINDS:
+            for kind in _KINDS:
                 states: dict[int, Tensor | None] = getattr(layer, f"{kind}_states")
                 forms += [StateTensor(number, kind, index, tuple(tensor.shape[1:]), tensor.dtype, tensor.device)
                           for index, tensor in states.items() if tensor is not None]

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from locret_stream.engine import Engine
 from locret_stream.errors import ConfigError, SnapshotCorrupt, UnsupportedModel
-from locret_stream.models import Attended, LayerCall, attached, differentiable, visible
+from locret_stream.models import Attachment, Attended, LayerCall, attached, differentiable, visible
 from locret_stream.training.student import Student
-from tests.architectures import BY_LAYER, BY_POSITION, INDEXED, LATENT, STATEFUL, make
+from tests.architectures import BIASED, BY_LAYER, BY_POSITION, INDEXED, LATENT, STATEFUL, make
 from tests.engine.test_decoding import alone, together
 from tests.engine.test_laws import operation, play
 from tests.kit import assert_same, build, examples, feed, ids_of, logits_at_each, model, random_heads, stock_logits
@@ -21,10 +21,13 @@ from tests.kit import assert_same, build, examples, feed, ids_of, logits_at_each
 POLICIES = {"qwen3.5": "h2o", "lfm2": "tova", "granite4-h": "keydiff", "falcon-h1": "snapkv", "gemma4-e2b": "keydiff",
             "jamba": "h2o", "zamba": "tova", "gemma4-moe": "h2o", "mimo": "h2o", "deepseek-v3": "keydiff",
             "deepseek-v3.2": "tova", "kimi-linear": "h2o", "ministral3": "tova", "llama4": "h2o", "hrm": "h2o",
-            "glm-5": "h2o", "hy-v4": "keydiff", "minimax-m3": "h2o", "qwen4-exp": "keydiff"}
+            "glm-5": "h2o", "hy-v4": "keydiff", "minimax-m3": "h2o", "qwen4-exp": "keydiff", "inkling": "h2o",
+            "inkling2": "snapkv"}
 KINDS = ["lfm2", "gemma4-e2b", "deepseek-v3.2", "llama4", "qwen3.5", "deepseek-v3", "mimo", "ministral3", "minimax-m3",
-         "falcon-h1", "hrm", "gemma4-moe", "granite4-h", "glm-5", "hy-v4", "qwen4-exp", "jamba", "zamba", "kimi-linear"]
-WITH_STATE = ["lfm2", "qwen3.5", "jamba", "falcon-h1", "granite4-h", "qwen4-exp", "zamba", "kimi-linear"]
+         "falcon-h1", "hrm", "gemma4-moe", "granite4-h", "glm-5", "hy-v4", "qwen4-exp", "inkling", "inkling2", "jamba",
+         "zamba", "kimi-linear"]
+WITH_STATE = ["lfm2", "qwen3.5", "jamba", "falcon-h1", "granite4-h", "qwen4-exp", "inkling", "zamba", "inkling2",
+              "kimi-linear"]
 UNITS, CHUNK = 20, 8
 SLOW = "kimi-linear"  # whose layers without attention take transformers' slow way on CPUs
 CLOSE = 2e-5, 1e-3
@@ -34,7 +37,7 @@ token by token. Committed states are bit-equal in all."""
 
 
 def test_every_kind_is_tried():
-    assert {*KINDS} == {*STATEFUL, *BY_LAYER, *LATENT, *INDEXED, *BY_POSITION, "hrm"} == {*POLICIES}
+    assert {*KINDS} == {*STATEFUL, *BY_LAYER, *LATENT, *INDEXED, *BIASED, *BY_POSITION, "hrm"} == {*POLICIES}
     assert {*WITH_STATE} == {SLOW} | {name for name in KINDS if name != SLOW and engine_of(name).attachment.states}
 
 
@@ -268,6 +271,33 @@ def test_a_focus_in_front_is_a_function_of_its_ids(on: str):
         feed(engine, states[-1], ids[:CHUNK])
     assert_same(engine.export(states[1]), engine.export(states[0]))
     assert_same(engine.export(engine.load(engine.export(states[0]), 2)), engine.export(states[0]))
+
+
+@pytest.mark.parametrize("on", BIASED)
+def test_a_bias_by_distance_is_of_the_ranks_of_the_layer(on: str, monkeypatch):
+    """Without them each piece would begin at rank 0, and such a model is refused."""
+    stock = make(on)
+    real = Attachment.carry
+    with monkeypatch.context() as patch, pytest.raises(UnsupportedModel):
+        patch.setattr(Attachment, "carry", lambda self, tensors=(), ranks=(): real(self, tensors, [0] * len(ranks)))
+        with attached(stock):
+            pass
+    engine = engine_of(on)
+    assert engine.shape.biased and not engine.decoder.can_run(engine.open(0))
+    with pytest.raises(ConfigError, match="adds a bias by distance"):
+        engine.shape.one_unit("retaining heads")
+
+
+def test_scores_by_attention_know_the_bias_and_the_sinks():
+    """What h2o sums is the attention of the stock model."""
+    stock = make("inkling2", attn="eager")
+    engine = build("h2o", on=stock, units=UNITS, chunk_size=CHUNK)
+    state, ids = engine.open(0), ids_of(CHUNK)
+    feed(engine, state, ids)
+    weights = stock(torch.tensor([ids]), use_cache=False, output_attentions=True).attentions
+    unit = engine.shape.units[1]
+    expected = weights[1][0].unflatten(0, (unit.kv_heads, unit.groups)).sum((1, 2))
+    torch.testing.assert_close(state.store.scores(1)[0], expected, rtol=1e-4, atol=1e-5)
 
 
 def test_layers_that_share_units_keep_one_copy():
