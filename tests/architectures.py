@@ -139,7 +139,7 @@ BIASED = {
 }
 """Models that add to logits what depends on the token and on the distance, beside convolutions with a state."""
 
-BY_POSITION = {
+BEHIND_ROPE = {
     "ministral3": lambda: tf.Ministral3Config(**BASE, head_dim=16, sliding_window=None, rope_parameters=_rope(
         "yarn", factor=16.0, original_max_position_embeddings=16, beta_fast=32.0, beta_slow=1.0, mscale=1.0,
         mscale_all_dim=1.0, llama_4_scaling_beta=0.1)),
@@ -147,8 +147,9 @@ BY_POSITION = {
         **BASE | dict(num_hidden_layers=4), head_dim=16, intermediate_size_mlp=96, num_local_experts=4,
         num_experts_per_tok=1, attention_chunk_size=12, floor_scale=16, no_rope_layers=[1, 1, 1, 0],
         layer_types=["chunked_attention"] * 3 + ["full_attention"]),
+    "hunyuan": lambda: tf.HunYuanDenseV1Config(**BASE, head_dim=16),  # norms with weights behind RoPE
 }
-"""Models that do something to queries by position, or whose layers see blocks of the stream."""
+"""Models that do something to queries behind RoPE, or whose layers see blocks of the stream."""
 OTHERWISE_BUILT = {
     "dbrx": lambda: tf.DbrxConfig(
         vocab_size=401, d_model=64, n_heads=4, n_layers=3, max_seq_len=4096,
@@ -160,7 +161,7 @@ OTHERWISE_BUILT = {
 }
 """Models whose layers have other names, or whose modules are several layers each."""
 
-CONFIGS = PLAIN | STATEFUL | BY_LAYER | LATENT | INDEXED | BIASED | BY_POSITION | OTHERWISE_BUILT
+CONFIGS = PLAIN | STATEFUL | BY_LAYER | LATENT | INDEXED | BIASED | BEHIND_ROPE | OTHERWISE_BUILT
 
 
 def make(name: str, *, attn: str | None = None, dtype: torch.dtype = torch.float32, seed: int = 0,

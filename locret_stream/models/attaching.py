@@ -108,7 +108,8 @@ def attached(model: PreTrainedModel | Attachment) -> Iterator[Attachment]:
 
 _TOLERANCE = {torch.float64: 1e-7, torch.float32: 2e-5, torch.float16: 2e-2, torch.bfloat16: 8e-2}
 """Of root mean square differences, which rounding moves far less than the largest one: for the bundled model in bf16
-these are 0.04 and 0.34. A norm after RoPE, which must be refused, makes the root mean square 0.12."""
+these are 0.04 and 0.34. A norm behind RoPE that subtracts a mean, which must be refused, makes the root mean square
+0.28."""
 
 TOTAL, PIECES = 24, (9, 1, 14)  # tokens of the self-test, and of each piece that is read
 CHOSEN = 12  # of these, where layers choose by an index what they attend to
@@ -176,8 +177,9 @@ def _compared(model: PreTrainedModel, stock: PreTrainedModel, attachment: Attach
     raise UnsupportedModel(
         f"{type(model).__name__}: with a full budget its logits differ from the stock model's by {gap:.3g} "
         f"standard deviations (root mean square); expected at most {tolerance:g} in {attachment.dtype}. Its "
-        "attention does something that this library does not reproduce (for example a norm after RoPE), so it is "
-        "refused" + ("" if attachment.dtype.itemsize > 2 else "; load it in float32 to rule rounding out"))
+        "attention does something that this library does not reproduce (for example a norm behind RoPE that subtracts "
+        "a mean), so it is refused" + ("" if attachment.dtype.itemsize > 2 else
+                                    "; load it in float32 to rule rounding out"))
 
 
 def _right_in_float32(model: PreTrainedModel) -> bool:

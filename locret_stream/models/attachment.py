@@ -32,8 +32,8 @@ from locret_stream.models.latent import keep_latents, latent_of
 from locret_stream.models.linears import pack, quicken
 from locret_stream.models.mixers import read_one_by_one
 from locret_stream.models.norms import fuse
-from locret_stream.models.probing import probe, shape_of
-from locret_stream.models.queries import At, QueryFactors, take_temperature
+from locret_stream.models.probing import Probed, probe, shape_of
+from locret_stream.models.queries import At, NormsBehind, QueryFactors, take_temperature
 from locret_stream.models.recurrent import Carried
 from locret_stream.models.refusals import learned_positions, why_not
 from locret_stream.models.rotary import Place, RopeTables, Rotary
@@ -139,7 +139,11 @@ class Attachment:
                                 [unit.key_dim for unit in self.shape.units],
                                 [0 if latent is None else latent.width for latent in map(latent_of, self._attentions)],
                                 [None if (asked := layer.call.asked) is None else asked.index for layer in layers],
-                                self._query_factors())
+                                self._query_factors(layers))
+        for number, layer in enumerate(layers):
+            if layer.normed and not self._rotary.keeps_lengths(number):
+                raise UnsupportedModel(f"{type(model).__name__}: its RoPE makes keys longer, and a norm behind RoPE "
+                                       "takes that back, which is not served")
         for module, each in turns.items():
             module.locret_layer, module.locret_keeps = each[0]
             _note_inputs(module, each)
@@ -280,10 +284,19 @@ class Attachment:
         finally:
             self._asked = None
 
-    def _query_factors(self) -> dict[int, QueryFactors]:
+    @torch.no_grad()
+    def _query_factors(self, layers: list[Probed]) -> dict[int, QueryFactors]:
         """By layer, what its queries are multiplied by behind RoPE."""
-        made = {layer: take_temperature(module, unit.query_heads, functools.partial(self._queries_at, layer))
-                for layer, (module, unit) in enumerate(zip(self._attentions, self.shape.units, strict=True))}
+        made = {number: take_temperature(layer.module, layer.call.q.shape[1],
+                                         functools.partial(self._queries_at, number))
+                for number, layer in enumerate(layers)}
+        if any(layer.normed for layer in layers):
+            norms = NormsBehind([layer.module for layer in layers if layer.normed])
+            with norms.seen():
+                _, asked = self._ask(torch.arange(3, device=self.device)[None])
+            calls = {id(module): call for module, call in asked}
+            made |= {number: norms.take(layer.module, calls[id(layer.module)])
+                     for number, layer in enumerate(layers) if layer.normed}
         return {layer: factors for layer, factors in made.items() if factors is not None}
 
     @torch.no_grad()

@@ -32,13 +32,14 @@ LATER = 3  # another position of a probe's first id, by which keys before RoPE m
 @dataclass(frozen=True, slots=True, eq=False)
 class Probed:
     """A layer that attends: its number in the decoder, its module, which may be that of others, too (HRM), what it gave
-    to attention before RoPE, where its embeddings come from, if it has RoPE, and which one before, among those that
-    attend, it reads the units of, if it keeps none."""
+    to attention before RoPE, where its embeddings come from, if it has RoPE, whether something normalises keys behind
+    that, and which layer before, among those that attend, it reads the units of, if it keeps none."""
 
     number: int
     module: Any
     call: LayerCall
     source: Source | None
+    normed: bool
     reads: int | None = None
 
 
@@ -79,12 +80,18 @@ def probe(model: PreTrainedModel, decoder: Any, config: Any, rotary: Rotary, ask
                 call.asked.keys, turned.asked.keys, rotary.embeddings(sources[id(module)], call.k)):
             raise UnsupportedModel(f"{type(model).__name__}: the index of layer {number} turns its keys by position in "
                                    f"a way of its own; {why_not(model)}")
-        layers.append(Probed(number, module, call, sources[id(module)] if rotates else None, reads))
+        layers.append(Probed(number, module, call, sources[id(module)] if rotates else None,
+                             rotates and not _doubled(call.k[:, :, 0].float(), turned.k[:, :, 0].float()), reads))
     if carried is None:
         return layers, (), [], out.device
     attend = [module for module, _ in plain]
     stepwise = forgetful([mixed for mixed in mixers if mixed.module not in attend], config, carried)
     return layers, carried.found(), stepwise, out.device
+
+
+def _doubled(first: Tensor, longer: Tensor) -> bool:
+    """Whether any number of keys at position 0 doubled with the embeddings."""
+    return bool((longer.abs() > 1.5 * first.abs()).any())
 
 
 def shape_of(model: PreTrainedModel, config: Any, layers: list[Probed], state_bytes: int) -> ModelShape:

@@ -69,8 +69,9 @@ class Rotary:
 
     @contextmanager
     def as_the_model_has_it(self) -> Iterator[Callable[[object], Source | None]]:
-        """Inside, for probes, the decoder has its real embeddings; gives a function that says where those among the
-        arguments of a module come from."""
+        """Inside, for probes, the decoder has its real embeddings, twice as long: a key at position 0 doubles, unless
+        something behind the rotation normalises it. Gives a function that says where those among the arguments of a
+        module come from."""
         given: list[tuple[Tensor, Source]] = []
         for identity in self._identities:
             identity.given = given
@@ -111,9 +112,13 @@ class Rotary:
         return cos.to(place.device), sin.to(place.device)  # the module is on one device, the layers may be on several
 
     def embeddings(self, source: Source | None, keys: Tensor) -> tuple[Tensor, Tensor] | None:
-        """cos and sin, for probes, of the keys [1, H, T, D] of a stream's first tokens; None without a source."""
+        """cos and sin of the keys [1, H, T, D] of a stream's first tokens, twice as long, as `as_the_model_has_it` gives
+        them to the decoder; None without a source."""
+        if source is None:
+            return None
         positions = torch.arange(keys.shape[2], device=keys.device)[None]
-        return None if source is None else self._made(source, positions, Place(keys.device, keys.dtype))
+        cos, sin = self._made(source, positions, Place(keys.device, keys.dtype))
+        return 2 * cos, 2 * sin
 
     @torch.no_grad()
     def tables(self, capacity: int) -> RopeTables:
@@ -153,6 +158,13 @@ class Rotary:
     def _in_pairs(self, layer: int) -> bool:
         source = self._sources[layer]
         return source is not None and source.in_pairs
+
+    @torch.no_grad()
+    def keeps_lengths(self, layer: int) -> bool:
+        """Whether a layer's embeddings turn without making longer, as some that reach further do (yarn)."""
+        place = self._places[layer]
+        cos, sin = self.cos_sin(layer, torch.tensor([[0, 5]], device=place.device))
+        return bool(((cos.float()**2 + sin.float()**2 - 1).abs() < (1e-4 if place.keys.itemsize >= 4 else 2e-2)).all())
 
     @torch.no_grad()
     def _takes_a_part(self, layer: int, head_dim: int) -> bool:
@@ -293,8 +305,9 @@ class _Identity(nn.Module):
         if self.given is not None:
             real = self.real[0](x, position_ids, *kind)
             in_pairs = isinstance(real, Tensor)
-            self.given.append((real if in_pairs else real[0], Source(self.real[0], kind, in_pairs)))
-            return real
+            first, *others = (2 * each for each in ((real,) if in_pairs else real))
+            self.given.append((first, Source(self.real[0], kind, in_pairs)))
+            return (first, *others) if others else first
         if kind not in self._like:  # the real module runs once: it may wait for the device
             real = self.real[0](x, position_ids[..., :1], *kind)
             like = real if isinstance(real, Tensor) else real[0]

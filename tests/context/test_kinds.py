@@ -31,8 +31,8 @@ def options(name: str, **more: object) -> dict:
                 **more)
 
 
-@pytest.mark.parametrize("name", ["qwen3.5", "gemma4-moe", "deepseek-v3", "llama4", "falcon-h1", "lfm2", "granite4-h",
-                                  "gemma4-e2b", "mimo"])
+@pytest.mark.parametrize("name", ["qwen3.5", "gemma4-moe", "deepseek-v3", "llama4", "hunyuan", "falcon-h1", "lfm2",
+                                  "granite4-h", "gemma4-e2b", "mimo"])
 @pytest.mark.thorough(but=2)
 async def test_a_session_goes_on_as_if_it_had_never_stopped(name: str, tmp_path: Path):
     """Through a question, a save in the midst of a chunk, another runtime, a fork, and more text."""

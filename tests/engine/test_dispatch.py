@@ -26,8 +26,9 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available() and DEVICE == "cpu", r
 ROOT = Path(__file__).resolve().parents[2]
 CHUNK, UNITS = 8, 12
 MATRIX = [("llama", "locret"), ("llama", "h2o"), ("gemma3", "keydiff"), ("gpt-oss", "locret"), ("gemma2", "h2o"),
-          ("phi3-partial", "streaming_llm"), ("llama4", "keydiff")]
-OTHERWISE = ("gpt-oss", "phi3-partial", "llama4")  # models that rotate in another way
+          ("phi3-partial", "streaming_llm"), ("llama4", "keydiff"),
+          ("hunyuan", "h2o")]
+OTHERWISE = ("gpt-oss", "phi3-partial", "llama4", "hunyuan")  # models that rotate in another way
 
 
 @pytest.fixture

@@ -1,6 +1,6 @@
 """The laws on models whose layers keep other things than keys and values of equal shape: a recurrent state, latents,
-units of other layers, units of another width, index keys; on those that scale queries by position, or see blocks; and
-on one whose modules are several layers each."""
+units of other layers, units of another width, index keys; on those that do something to queries behind RoPE, or see
+blocks; and on one whose modules are several layers each."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from locret_stream.engine import Engine
 from locret_stream.errors import ConfigError, SnapshotCorrupt, UnsupportedModel
 from locret_stream.models import Attachment, Attended, LayerCall, attached, differentiable, visible
 from locret_stream.training.student import Student
-from tests.architectures import BIASED, BY_LAYER, BY_POSITION, INDEXED, LATENT, STATEFUL, make
+from tests.architectures import BEHIND_ROPE, BIASED, BY_LAYER, INDEXED, LATENT, STATEFUL, make
 from tests.engine.test_decoding import alone, together
 from tests.engine.test_laws import operation, play
 from tests.kit import assert_same, build, examples, feed, ids_of, logits_at_each, model, random_heads, stock_logits
@@ -22,10 +22,10 @@ POLICIES = {"qwen3.5": "h2o", "lfm2": "tova", "granite4-h": "keydiff", "falcon-h
             "jamba": "h2o", "zamba": "tova", "gemma4-moe": "h2o", "mimo": "h2o", "deepseek-v3": "keydiff",
             "deepseek-v3.2": "tova", "kimi-linear": "h2o", "ministral3": "tova", "llama4": "h2o", "hrm": "h2o",
             "glm-5": "h2o", "hy-v4": "keydiff", "minimax-m3": "h2o", "qwen4-exp": "keydiff", "inkling": "h2o",
-            "inkling2": "snapkv"}
-KINDS = ["lfm2", "gemma4-e2b", "deepseek-v3.2", "llama4", "qwen3.5", "deepseek-v3", "mimo", "ministral3", "minimax-m3",
-         "falcon-h1", "hrm", "gemma4-moe", "granite4-h", "glm-5", "hy-v4", "qwen4-exp", "inkling", "inkling2", "jamba",
-         "zamba", "kimi-linear"]
+            "inkling2": "snapkv", "hunyuan": "snapkv"}
+KINDS = ["lfm2", "gemma4-e2b", "deepseek-v3.2", "llama4", "hunyuan", "qwen3.5", "deepseek-v3", "mimo", "ministral3",
+         "minimax-m3", "falcon-h1", "hrm", "gemma4-moe", "granite4-h", "glm-5", "hy-v4", "qwen4-exp", "inkling",
+         "inkling2", "jamba", "zamba", "kimi-linear"]
 WITH_STATE = ["lfm2", "qwen3.5", "jamba", "falcon-h1", "granite4-h", "qwen4-exp", "inkling", "zamba", "inkling2",
               "kimi-linear"]
 UNITS, CHUNK = 20, 8
@@ -37,7 +37,7 @@ token by token. Committed states are bit-equal in all."""
 
 
 def test_every_kind_is_tried():
-    assert {*KINDS} == {*STATEFUL, *BY_LAYER, *LATENT, *INDEXED, *BIASED, *BY_POSITION, "hrm"} == {*POLICIES}
+    assert {*KINDS} == {*STATEFUL, *BY_LAYER, *LATENT, *INDEXED, *BIASED, *BEHIND_ROPE, "hrm"} == {*POLICIES}
     assert {*WITH_STATE} == {SLOW} | {name for name in KINDS if name != SLOW and engine_of(name).attachment.states}
 
 
@@ -55,7 +55,7 @@ def engine_of(on: str, policy: str = "", units: int = UNITS, **options: int) -> 
     return build(policy or POLICIES[on], on=model(on), units=units, chunk_size=CHUNK, slots=6, **options)
 
 
-@pytest.mark.parametrize("on", some(KINDS, 8))
+@pytest.mark.parametrize("on", some(KINDS, 9))
 def test_it_is_exact_while_it_fits(on: str):
     """Fed one by one and asked after each, which runs every way of computing a provisional unit."""
     ids = ids_of(60, seed=4)
@@ -66,7 +66,7 @@ def test_it_is_exact_while_it_fits(on: str):
     assert (logits_at_each(small, small.open(0), ids) - expected).abs().max() > 1e-3, "it evicts, and that shows"
 
 
-@pytest.mark.parametrize("on", some(KINDS, 4))
+@pytest.mark.parametrize("on", some(KINDS, 5))
 def test_committed_state_is_a_function_of_the_tokens(on: str):
     """Whatever was asked, forked, undone, reloaded, or failed: equal tokens give bit-equal exports."""
     engine = engine_of(on)
@@ -79,7 +79,7 @@ def test_committed_state_is_a_function_of_the_tokens(on: str):
     law()
 
 
-@pytest.mark.parametrize("on", some(KINDS, 4))
+@pytest.mark.parametrize("on", some(KINDS, 5))
 def test_contexts_decode_together_as_alone(on: str):
     engine, lengths = engine_of(on), (1, 8, 29)
     prompts, reply = [ids_of(length, seed=length) for length in lengths], ids_of(12, seed=1)
@@ -108,8 +108,8 @@ def test_the_formula_is_what_the_tensors_take(on: str, policy: str):
     assert engine.pool.slot_bytes == sum(engine.pool.layer_bytes) + 2 * engine.shape.state_bytes
 
 
-@pytest.mark.parametrize("on", some(["lfm2", "gemma4-moe", "llama4", "mimo", "qwen3.5", "falcon-h1", "granite4-h",
-                                     "gemma4-e2b"], 3))
+@pytest.mark.parametrize("on", some(["lfm2", "gemma4-moe", "llama4", "hunyuan", "mimo", "qwen3.5", "falcon-h1",
+                                     "granite4-h", "gemma4-e2b"], 4))
 def test_units_in_few_bits_follow_the_same_laws(on: str):
     engine = build("keydiff", on=model(on), units=UNITS, chunk_size=CHUNK, slots=4, store_bits=8)
     assert engine.pool.bytes_resident == engine.pool.formula_bytes()

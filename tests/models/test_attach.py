@@ -14,6 +14,8 @@ import pytest
 import torch
 import transformers as tf
 from torch import nn
+from torch.nn import functional as F
+from transformers.models.hunyuan_v1_dense.modeling_hunyuan_v1_dense import HunYuanDenseV1RMSNorm
 from transformers.models.llama4.modeling_llama4 import Llama4TextAttention
 
 from locret_stream.errors import HeadsMismatch, UnsupportedModel
@@ -131,15 +133,32 @@ def test_an_out_of_memory_error_while_rope_is_probed_says_so(monkeypatch):
 
 
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 2e-5), (torch.float16, 2e-2), (torch.bfloat16, 8e-2)])
-def test_refuses_a_norm_after_rope(dtype, tolerance):
-    torch.manual_seed(0)
-    hunyuan = tf.HunYuanDenseV1ForCausalLM(tf.HunYuanDenseV1Config(**BASE, head_dim=16)).eval()
-    for name, parameter in hunyuan.named_parameters():
-        if name.endswith(("query_layernorm.weight", "key_layernorm.weight")):
-            parameter.data = torch.rand_like(parameter) + 0.5
+def test_refuses_a_norm_after_rope_that_changes_with_a_rotation(dtype, tolerance):
+    """One that subtracts the mean: Hunyuan's, which takes squares alone, is served."""
+    hunyuan = make("hunyuan")
+    assert attach(hunyuan)._rotary.factors.keys() == {0, 1, 2}
+    for layer in hunyuan.model.layers:
+        layer.self_attn.query_layernorm, layer.self_attn.key_layernorm = (nn.LayerNorm(16, bias=False) for _ in "qk")
+    detach(hunyuan)
     with pytest.raises(UnsupportedModel, match=r"HunYuanDenseV1ForCausalLM: .*differ from the stock model's by .*"
                                                rf"standard deviations .*; expected at most {tolerance:g} in {dtype}"):
         attach(hunyuan.to(dtype))
+
+
+def test_a_norm_after_rope_that_makes_keys_longer_is_refused():
+    """Yarn lengthens what it turns, and the norm takes that back: without it before, and not behind, it would stay."""
+    config = CONFIGS["hunyuan"]()
+    config.rope_parameters = dict(rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=64)
+    with pytest.raises(UnsupportedModel, match="its RoPE makes keys longer, and a norm behind RoPE takes that back"):
+        attach(make("hunyuan", config=config))
+
+
+def test_a_norm_behind_rope_that_reads_its_weights_otherwise_is_refused(monkeypatch):
+    """As Gemma's, which multiplies by 1 + weight."""
+    monkeypatch.setattr(HunYuanDenseV1RMSNorm, "forward", lambda norm, x: (1 + norm.weight) * F.rms_norm(
+        x, norm.weight.shape, eps=norm.variance_epsilon))
+    with pytest.raises(UnsupportedModel, match="HunYuanDenseV1RMSNorm: a norm behind RoPE does not multiply by its"):
+        attach(make("hunyuan"))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -133,7 +133,8 @@ def student_of(attachment, heads, budgets, **more) -> Student:
 
 @pytest.mark.parametrize("name, policy", [("llama", "locret"), ("llama", "kvzap"), ("qwen3", "locret"),
                                           ("smollm3", "locret"), ("gemma3", "locret"), ("gpt-oss", "locret"),
-                                          ("phi3-partial", "locret"), ("llama4", "locret")])
+                                          ("phi3-partial", "locret"), ("llama4", "locret"),
+                                          ("hunyuan", "locret")])
 @torch.no_grad()
 @pytest.mark.thorough(but=1)
 def test_with_hard_gates_it_is_the_engine(name, policy):

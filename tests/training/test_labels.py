@@ -82,7 +82,7 @@ def test_logit_and_zscore_equal_the_definition(name):
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "mistral-sliding", "phi3-partial", "gemma2", "smollm3", "gpt-oss",
-                                  "llama4"])
+                                  "llama4", "hunyuan"])
 @torch.no_grad()
 @pytest.mark.thorough(but=2)
 def test_logprob_equals_the_log_of_the_stock_models_own_attention(name):
