@@ -76,6 +76,9 @@ STATEFUL = {
     "zamba": lambda: tf.ZambaConfig(
         **BASE | dict(num_key_value_heads=4), attention_hidden_size=128, attention_head_dim=32, mamba_d_state=8,
         mamba_dt_rank=8, n_mamba_heads=2, layers_block_type=["linear_attention", "hybrid", "hybrid"]),
+    "minimax": lambda: tf.MiniMaxConfig(
+        **BASE | dict(num_hidden_layers=4), head_dim=16, block_size=8, num_local_experts=4, num_experts_per_tok=2,
+        layer_types=["linear_attention", "full_attention"] * 2),
 }
 """Models with layers that carry a recurrent state, beside attention or in place of it."""
 

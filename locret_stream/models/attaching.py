@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 
 from locret_stream.errors import LocretError, UnsupportedModel
 from locret_stream.models.attachment import Attachment, input_of
@@ -196,12 +196,14 @@ def _right_in_float32(model: PreTrainedModel) -> bool:
 
 
 def _stock_in_pieces(stock: PreTrainedModel, ids: Tensor, stepwise: bool) -> Tensor:
-    """Logits [1, T, vocab] fp32 of the stock model that reads the same pieces with a cache of transformers; one token
-    at a time behind the first of them where it forgets otherwise (`stepwise`)."""
-    cache = DynamicCache(config=stock.config.get_text_config(decoder=True))
-    sizes = [PIECES[0], *[1] * sum(PIECES[1:])] if stepwise else PIECES
-    return torch.cat([stock(part[None], past_key_values=cache, use_cache=True).logits
-                      for part in ids.split(sizes)], 1).float()
+    """Logits [1, T, vocab] fp32 of the stock model that reads the same pieces with the cache that it makes itself; one
+    token at a time behind the first of them where it forgets otherwise (`stepwise`)."""
+    cache, logits = None, []
+    for part in ids.split([PIECES[0], *[1] * sum(PIECES[1:])] if stepwise else PIECES):
+        out = stock(part[None], past_key_values=cache, use_cache=True)
+        cache = out.past_key_values
+        logits.append(out.logits)
+    return torch.cat(logits, 1).float()
 
 
 def _gap(found: Tensor, expected: Tensor, scale: Tensor) -> float:

@@ -47,6 +47,17 @@ class Carried(DynamicCache):
         """K and V of the new tokens, as they are."""
         return key_states, value_states
 
+    def get_linear_cache(self, layer_idx: int) -> Tensor | None:
+        """The state of lightning attention (MiniMax), for which transformers has a cache of another interface."""
+        layer: Any = self.layers[layer_idx]
+        state: Tensor | None = layer.recurrent_states[0]
+        return state
+
+    def set_linear_cache(self, layer_idx: int, linear_cache: Tensor) -> None:
+        """Take what lightning attention left."""
+        layer: Any = self.layers[layer_idx]
+        layer.recurrent_states[0] = linear_cache
+
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """The units of the layer before the new ones, though they are not here; 0 where no layer asks for them."""
         return self._ranks.get(layer_idx, 0)

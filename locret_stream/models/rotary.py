@@ -112,8 +112,8 @@ class Rotary:
         return cos.to(place.device), sin.to(place.device)  # the module is on one device, the layers may be on several
 
     def embeddings(self, source: Source | None, keys: Tensor) -> tuple[Tensor, Tensor] | None:
-        """cos and sin of the keys [1, H, T, D] of a stream's first tokens, twice as long, as `as_the_model_has_it` gives
-        them to the decoder; None without a source."""
+        """cos and sin of the keys [1, H, T, D] of a stream's first tokens, twice as long, as `as_the_model_has_it`
+        gives them to the decoder; None without a source."""
         if source is None:
             return None
         positions = torch.arange(keys.shape[2], device=keys.device)[None]
