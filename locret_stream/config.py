@@ -81,6 +81,7 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
         units: of every layer that keeps units, in order; these are the L layers of a memory.
         window: positions that the model was made for. item_bytes: of one element of K or V.
         state_bytes: of the recurrent state of one context, which layers without attention carry.
+        limited: whether `window` is the number of units up to which layers attend to all of them.
         biased: whether layers add to logits what depends on the token and the distance of ranks.
     """
 
@@ -90,6 +91,7 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
     item_bytes: int
     hidden: int = 0
     state_bytes: int = 0
+    limited: bool = False
     biased: bool = False
 
     @classmethod
@@ -505,6 +507,7 @@ def check_window(budgets: tuple[int, ...], chunk_size: int, shape: ModelShape) -
         if units + chunk_size > shape.window and not shape.units[layer].sliding:
             raise WindowExceeded(
                 f"layer {layer} would hold {units} + {chunk_size} = {units + chunk_size} units, "
-                f"the model knows {shape.window} positions; expected "
+                + (f"the model attends to all of at most {shape.window}, and of more to those that it chooses, which "
+                   "is not served; expected " if shape.limited else f"the model knows {shape.window} positions; expected ")
                 + (f"at most {shape.window - chunk_size} units in a layer at this chunk_size"
                    if chunk_size < shape.window else f"a chunk_size below {shape.window}"))

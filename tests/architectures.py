@@ -96,8 +96,10 @@ BY_LAYER = {
         **BASE | dict(num_hidden_layers=3), head_dim=16, v_head_dim=8, swa_num_attention_heads=4,
         swa_num_key_value_heads=4, swa_head_dim=16, swa_v_head_dim=8, sliding_window=24, layer_types=ONE_SLIDING,
         n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, n_group=1, topk_group=1),
+    "doge": lambda: tf.DogeConfig(**BASE, keep_window_size=128),
+    "diffllama": lambda: tf.DiffLlamaConfig(**BASE),
 }
-"""Models whose layers differ in KV heads or widths, or share units."""
+"""Models whose layers differ in KV heads, share units, or have keys and values of other widths."""
 
 LATENT = {
     "deepseek-v3": lambda: tf.DeepseekV3Config(**BASE | dict(num_key_value_heads=4), **_LIKE_DEEPSEEK),

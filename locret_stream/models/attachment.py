@@ -25,6 +25,7 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 from locret_stream.errors import UnsupportedModel
 from locret_stream.heads import RetainingHeads
 from locret_stream.kernels import uses_triton
+from locret_stream.models.asked import keep_biases
 from locret_stream.models.calls import LayerCall, Step, additive_mask, masked_attention
 from locret_stream.models.decoders import decoder_of, layers_of, path_to_replace
 from locret_stream.models.indexed import asked_of, note_indexes
@@ -112,6 +113,7 @@ class Attachment:
         self._rotary = Rotary(decoder)
         keep_latents(decoder)
         self._indexes = note_indexes(decoder)
+        most = keep_biases(decoder)
         self._step: Step | None = None
         self._asked: list[tuple[Any, LayerCall]] | None = None  # what is noted, while a probe runs
         self._graded = False  # whether forwards build an autograd graph
@@ -134,7 +136,7 @@ class Attachment:
         self._attentions = [layer.module for layer in layers]
         self._numbers = [layer.number for layer in layers]
         self.places = [Place(layer.call.k.device, layer.call.k.dtype) for layer in layers]
-        self.shape = shape_of(model, self._config, layers, sum(each.bytes for each in self.states))
+        self.shape = shape_of(model, self._config, layers, most, sum(each.bytes for each in self.states))
         self._rotary.set_layers(self._attentions, [layer.source for layer in layers], self.places,
                                 [unit.key_dim for unit in self.shape.units],
                                 [0 if latent is None else latent.width for latent in map(latent_of, self._attentions)],

@@ -16,6 +16,7 @@ from transformers.cache_utils import DynamicCache, LinearAttentionCacheLayerMixi
 from locret_stream.cache import StateTensor
 from locret_stream.config import ModelShape, UnitShape
 from locret_stream.errors import UnsupportedModel
+from locret_stream.models.asked import join_pairs
 from locret_stream.models.calls import LayerCall
 from locret_stream.models.decoders import layers_of
 from locret_stream.models.mixers import forgetful, mixing
@@ -60,6 +61,8 @@ def probe(model: PreTrainedModel, decoder: Any, config: Any, rotary: Rotary, ask
     carried = Carried(config) if _has_states(config) else None
     with mixing(decoder) as mixers:
         out, plain = ask(ids, carried)
+    if join_pairs(plain):
+        out, plain = ask(ids, None)
     _expect_alike(model, {call.k.dtype for _, call in plain})
     sources: dict[int, Source | None] = {}
     with rotary.as_the_model_has_it() as source_of, ExitStack() as hooks:
@@ -94,17 +97,19 @@ def _doubled(first: Tensor, longer: Tensor) -> bool:
     return bool((longer.abs() > 1.5 * first.abs()).any())
 
 
-def shape_of(model: PreTrainedModel, config: Any, layers: list[Probed], state_bytes: int) -> ModelShape:
+def shape_of(model: PreTrainedModel, config: Any, layers: list[Probed], most: int | None, state_bytes: int
+             ) -> ModelShape:
     """The shape of the model, of what its layers gave to attention.
 
     Args:
-        config: of the decoder. layers: those that keep units.
+        config: of the decoder. layers: those that keep units. most: units up to which these attend to all of them, if
+            they choose among more.
 
     Raises:
         UnsupportedModel: a layer is of a kind that is not served.
     """
     kinds, options = get_layer_types_and_kwargs(config)
-    window, units = config.max_position_embeddings, []
+    window, units = min(config.max_position_embeddings, most or config.max_position_embeddings), []
     for layer in layers:
         number, call = layer.number, layer.call
         kind = kinds[number] if number < len(kinds) else "full_attention"
@@ -120,7 +125,7 @@ def shape_of(model: PreTrainedModel, config: Any, layers: list[Probed], state_by
                                sliding=reach, blocks=kind == BLOCKS and reach is not None))
     return ModelShape(units=tuple(units), vocab=config.vocab_size, window=window,
                       item_bytes=layers[0].call.k.dtype.itemsize, hidden=config.hidden_size, state_bytes=state_bytes,
-                      biased=any(layer.call.bias is not None for layer in layers))
+                      limited=most is not None, biased=any(layer.call.bias is not None for layer in layers))
 
 
 def _expect_alike(model: PreTrainedModel, dtypes: set[torch.dtype]) -> None:

@@ -8,9 +8,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from locret_stream.engine import Engine
-from locret_stream.errors import ConfigError, SnapshotCorrupt, UnsupportedModel
+from locret_stream.errors import ConfigError, SnapshotCorrupt, UnsupportedModel, WindowExceeded
 from locret_stream.models import Attachment, Attended, LayerCall, attached, differentiable, visible
 from locret_stream.training.student import Student
 from tests.architectures import BEHIND_ROPE, BIASED, BY_LAYER, INDEXED, LATENT, STATEFUL, make
@@ -22,10 +23,10 @@ POLICIES = {"qwen3.5": "h2o", "lfm2": "tova", "granite4-h": "keydiff", "falcon-h
             "jamba": "h2o", "zamba": "tova", "gemma4-moe": "h2o", "mimo": "h2o", "deepseek-v3": "keydiff",
             "deepseek-v3.2": "tova", "kimi-linear": "h2o", "ministral3": "tova", "llama4": "h2o", "hrm": "h2o",
             "glm-5": "h2o", "hy-v4": "keydiff", "minimax-m3": "h2o", "qwen4-exp": "keydiff", "inkling": "h2o",
-            "inkling2": "snapkv", "hunyuan": "snapkv", "minimax": "keydiff"}
-KINDS = ["lfm2", "gemma4-e2b", "deepseek-v3.2", "llama4", "hunyuan", "minimax", "qwen3.5", "deepseek-v3", "mimo",
-         "ministral3", "minimax-m3", "falcon-h1", "hrm", "gemma4-moe", "granite4-h", "glm-5", "hy-v4", "qwen4-exp",
-         "inkling", "inkling2", "jamba", "zamba", "kimi-linear"]
+            "inkling2": "snapkv", "hunyuan": "snapkv", "minimax": "keydiff", "doge": "h2o", "diffllama": "tova"}
+KINDS = ["lfm2", "gemma4-e2b", "deepseek-v3.2", "llama4", "hunyuan", "minimax", "doge", "diffllama", "qwen3.5",
+         "deepseek-v3", "mimo", "ministral3", "minimax-m3", "falcon-h1", "hrm", "gemma4-moe", "granite4-h", "glm-5",
+         "hy-v4", "qwen4-exp", "inkling", "inkling2", "jamba", "zamba", "kimi-linear"]
 WITH_STATE = ["lfm2", "qwen3.5", "minimax", "jamba", "falcon-h1", "granite4-h", "qwen4-exp", "inkling", "zamba",
               "inkling2", "kimi-linear"]
 UNITS, CHUNK = 20, 8
@@ -55,7 +56,7 @@ def engine_of(on: str, policy: str = "", units: int = UNITS, **options: int) -> 
     return build(policy or POLICIES[on], on=model(on), units=units, chunk_size=CHUNK, slots=6, **options)
 
 
-@pytest.mark.parametrize("on", some(KINDS, 10))
+@pytest.mark.parametrize("on", some(KINDS, 12))
 def test_it_is_exact_while_it_fits(on: str):
     """Fed one by one and asked after each, which runs every way of computing a provisional unit."""
     ids = ids_of(60, seed=4)
@@ -255,6 +256,36 @@ def test_gradients_pass_through_what_an_index_chose():
 def test_heads_are_not_tuned_where_an_index_chooses():
     with attached(model("deepseek-v3.2")) as attachment, pytest.raises(UnsupportedModel, match="without --tune"):
         Student(attachment, random_heads(attachment), [20] * 3, CHUNK, 2, 2, 64)
+
+
+def test_a_model_that_chooses_by_a_bias_has_a_memory_of_no_more_than_it_attends_to():
+    """Doge: above so many units nothing is promised."""
+    most = model("doge").config.keep_window_size
+    engine = engine_of("doge", "streaming_llm", units=most - CHUNK)
+    assert engine.shape.window == most
+    with pytest.raises(WindowExceeded, match=f"attends to all of at most {most}, and of more"):
+        engine_of("doge", "streaming_llm", units=most)
+
+
+def test_a_failure_between_two_halves_of_one_attention_leaves_no_trace(monkeypatch):
+    """DiffLlama asks for one half of the values after the other."""
+    engine, ids = engine_of("diffllama", "streaming_llm", units=64), ids_of(20)
+    state, expected = engine.open(0), stock_logits(model("diffllama"), ids)
+    feed(engine, state, ids[:19])
+    second, name = engine.attachment._attentions[1], "locret-twice"
+    whole = ALL_ATTENTION_FUNCTIONS[name]
+
+    def fails(module, *args, **kwargs):
+        if module is second and module.locret_first is not None:
+            raise torch.OutOfMemoryError("no memory is left")
+        return whole(module, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, name, fails)
+        with pytest.raises(torch.OutOfMemoryError):
+            feed(engine, state, ids[19:])
+            engine.logits(state)
+    assert (engine.logits(state) - expected[-1]).abs().max() <= 1e-4
 
 
 @pytest.mark.parametrize("on", some(["lfm2", "deepseek-v3", "gemma4-e2b", "qwen3.5"], 3))
