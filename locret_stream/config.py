@@ -506,8 +506,8 @@ def check_window(budgets: tuple[int, ...], chunk_size: int, shape: ModelShape) -
     for layer, units in enumerate(budgets):
         if units + chunk_size > shape.window and not shape.units[layer].sliding:
             raise WindowExceeded(
-                f"layer {layer} would hold {units} + {chunk_size} = {units + chunk_size} units, "
-                + (f"the model attends to all of at most {shape.window}, and of more to those that it chooses, which "
-                   "is not served; expected " if shape.limited else f"the model knows {shape.window} positions; expected ")
+                f"layer {layer} would hold {units} + {chunk_size} = {units + chunk_size} units, the model "
+                + (f"attends to all of at most {shape.window}, and of more to those that it chooses, which is not "
+                   "served" if shape.limited else f"knows {shape.window} positions") + "; expected "
                 + (f"at most {shape.window - chunk_size} units in a layer at this chunk_size"
                    if chunk_size < shape.window else f"a chunk_size below {shape.window}"))

@@ -79,6 +79,9 @@ STATEFUL = {
     "minimax": lambda: tf.MiniMaxConfig(
         **BASE | dict(num_hidden_layers=4), head_dim=16, block_size=8, num_local_experts=4, num_experts_per_tok=2,
         layer_types=["linear_attention", "full_attention"] * 2),
+    "recurrent-gemma": lambda: tf.RecurrentGemmaConfig(  # says nothing of positions, as all its layers have windows
+        **{name: value for name, value in BASE.items() if name != "max_position_embeddings"}
+        | dict(num_hidden_layers=6), attention_window_size=24),
 }
 """Models with layers that carry a recurrent state, beside attention or in place of it."""
 

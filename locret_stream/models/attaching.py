@@ -201,7 +201,7 @@ def _stock_in_pieces(stock: PreTrainedModel, ids: Tensor, stepwise: bool) -> Ten
     cache, logits = None, []
     for part in ids.split([PIECES[0], *[1] * sum(PIECES[1:])] if stepwise else PIECES):
         out = stock(part[None], past_key_values=cache, use_cache=True)
-        cache = out.past_key_values
+        cache = getattr(out, "past_key_values", None)  # none where modules hold the state
         logits.append(out.logits)
     return torch.cat(logits, 1).float()
 

@@ -32,6 +32,7 @@ from locret_stream.models.indexed import asked_of, note_indexes
 from locret_stream.models.latent import keep_latents, latent_of
 from locret_stream.models.linears import pack, quicken
 from locret_stream.models.mixers import read_one_by_one
+from locret_stream.models.module_states import carry_module_states
 from locret_stream.models.norms import fuse
 from locret_stream.models.probing import Probed, probe, shape_of
 from locret_stream.models.queries import At, NormsBehind, QueryFactors, take_temperature
@@ -112,6 +113,7 @@ class Attachment:
         self._path = self._take_base_out(model)
         self._rotary = Rotary(decoder)
         keep_latents(decoder)
+        carry_module_states(decoder)
         self._indexes = note_indexes(decoder)
         most = keep_biases(decoder)
         self._step: Step | None = None
@@ -296,8 +298,8 @@ class Attachment:
             norms = NormsBehind([layer.module for layer in layers if layer.normed])
             with norms.seen():
                 _, asked = self._ask(torch.arange(3, device=self.device)[None])
-            calls = {id(module): call for module, call in asked}
-            made |= {number: norms.take(layer.module, calls[id(layer.module)])
+            calls = {id(module): (call.q, call.k) for module, call in asked}
+            made |= {number: norms.take(layer.module, *calls[id(layer.module)])
                      for number, layer in enumerate(layers) if layer.normed}
         return {layer: factors for layer, factors in made.items() if factors is not None}
 

@@ -67,8 +67,9 @@ def probe(model: PreTrainedModel, decoder: Any, config: Any, rotary: Rotary, ask
     sources: dict[int, Source | None] = {}
     with rotary.as_the_model_has_it() as source_of, ExitStack() as hooks:
         for module in {id(module): module for module, _ in plain}.values():
-            hooks.enter_context(module.register_forward_pre_hook(
-                lambda module, *given: sources.__setitem__(id(module), source_of(given)), with_kwargs=True))
+            hooks.enter_context(module.register_forward_hook(
+                lambda module, args, kwargs, _: sources.__setitem__(
+                    id(module), source_of((args, kwargs)) or rotary.source_within(module)), with_kwargs=True))
         _, rotated = ask(ids)
     _, later = ask(ids, start=LATER)
     numbers = {id(module): number for number, layer in enumerate(layers_of(decoder)) for module in layer.modules()}
@@ -109,15 +110,19 @@ def shape_of(model: PreTrainedModel, config: Any, layers: list[Probed], most: in
         UnsupportedModel: a layer is of a kind that is not served.
     """
     kinds, options = get_layer_types_and_kwargs(config)
-    window, units = min(config.max_position_embeddings, most or config.max_position_embeddings), []
-    for layer in layers:
+    reaches: list[Any] = [options[layer.number].get("sliding_window") for layer in layers]
+    # RecurrentGemma names no positions, as all its layers have windows: what they hide begins behind the longest.
+    positions = 1 + max(reaches) if not hasattr(config, "max_position_embeddings") and all(reaches) else (
+        config.max_position_embeddings)
+    window, units = min(positions, most or positions), []
+    for layer, reach in zip(layers, reaches, strict=True):
         number, call = layer.number, layer.call
         kind = kinds[number] if number < len(kinds) else "full_attention"
         if kind not in ATTENDING and call.asked is None:
             raise UnsupportedModel(f"{type(model).__name__}: {why_not(model)}")
         # Some checkpoints (Phi-3-mini-128k) have a sliding window at least as long as all positions: it hides
         # nothing.
-        reach, (heads, _, key_dim) = options[number].get("sliding_window"), call.k.shape[1:]
+        heads, _, key_dim = call.k.shape[1:]
         reach = None if not reach or reach >= window else reach
         units.append(UnitShape(kv_heads=heads, groups=call.q.shape[1] // heads, key_dim=key_dim,
                                value_dim=0 if call.v is call.k else call.v.shape[-1],

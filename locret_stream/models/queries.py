@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from locret_stream.errors import UnsupportedModel
-from locret_stream.models.calls import LayerCall
 from locret_stream.models.norms import fuse
 
 
@@ -103,18 +102,18 @@ class NormsBehind:
                             lambda norm, _, out, outputs=outputs: outputs.append((norm, out))))
             yield
 
-    def take(self, module: Any, call: LayerCall) -> QueryFactors | None:
+    def take(self, module: Any, q: Tensor, k: Tensor) -> QueryFactors | None:
         """Let the norms of a module, which gave that to attention, go without weights; None where they have none.
 
         Raises:
             UnsupportedModel: a norm does something else with its weights.
         """
         outputs = self._outputs[id(module)]
-        found = [norm for x in (call.q, call.k) for norm, out in outputs if _same(out, x)]
+        found = [norm for x in (q, k) for norm, out in outputs if _same(out, x)]
         if not found:
             return None
         product = torch.stack([_without_weights(norm) for norm in found]).prod(0)
-        return QueryFactors(call.q.shape[1], lambda capacity: product.expand(capacity, -1))
+        return QueryFactors(q.shape[1], lambda capacity: product.expand(capacity, -1))
 
 
 def _same(out: Tensor, x: Tensor) -> bool:

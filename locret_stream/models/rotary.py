@@ -82,6 +82,12 @@ class Rotary:
             for identity in self._identities:
                 identity.given = None
 
+    def source_within(self, module: nn.Module) -> Source | None:
+        """Where the embeddings of a module come from that makes them itself, in a probe (RecurrentGemma)."""
+        own = [each.real[0] for each in module.modules() if isinstance(each, _Identity)]
+        given = self._identities[0].given if own else None
+        return next((source for _, source in given or () if source.module in own), None)
+
     def set_layers(self, attentions: list[Any], sources: list[Source | None], places: list[Place],
                    dims: Sequence[int], leads: Sequence[int], indexes: Sequence[Index | None],
                    factors: dict[int, QueryFactors]) -> None:
