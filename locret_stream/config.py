@@ -83,6 +83,7 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
         state_bytes: of the recurrent state of one context, which layers without attention carry.
         limited: whether `window` is the number of units up to which layers attend to all of them.
         biased: whether layers add to logits what depends on the token and the distance of ranks.
+        ranked: whether some numbers of rotated keys are their ranks (ALiBi).
     """
 
     units: tuple[UnitShape, ...]
@@ -93,6 +94,7 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
     state_bytes: int = 0
     limited: bool = False
     biased: bool = False
+    ranked: bool = False
 
     @classmethod
     def even(cls, *, layers: int, kv_heads: int, groups: int, head_dim: int, sliding: Sequence[int | None] = (),
@@ -398,6 +400,9 @@ def check_codes(shape: ModelShape, store_bits: tuple[int, int]) -> None:
     if store_bits != (16, 16) and shape.chooses:
         raise ConfigError(f"store_bits is {list(store_bits)}: index keys, by which layers of this model choose what "
                           "they attend to, are kept as the model has them; expected 16")
+    if store_bits[0] != 16 and shape.ranked:
+        raise ConfigError(f"store_bits is {list(store_bits)}: with ALiBi keys have their ranks among their numbers, "
+                          "which must stay exact; expected 16 for K")
     for dim, bits in sorted({pair for unit in shape.units for pair in zip(unit.dims, store_bits, strict=True)}):
         if bits != 16 and (group := group_of(dim, bits)) * bits % 8:
             raise ConfigError(f"store_bits is {bits}: with a head dim of {dim}, {group} channels share a "

@@ -158,6 +158,22 @@ BEHIND_ROPE = {
     "hunyuan": lambda: tf.HunYuanDenseV1Config(**BASE, head_dim=16),  # norms with weights behind RoPE
 }
 """Models that do something to queries behind RoPE, or whose layers see blocks of the stream."""
+_OLD = dict(vocab_size=401, n_embd=64, n_layer=3, n_head=4, n_positions=4096, rotary_dim=8, bos_token_id=1,
+            eos_token_id=2)
+_FALCON = {**BASE, "num_key_value_heads": None}
+OWN = {
+    "gptj": lambda: tf.GPTJConfig(**_OLD),
+    "codegen": lambda: tf.CodeGenConfig(**_OLD, n_ctx=4096),
+    "gpt-neox-japanese": lambda: tf.GPTNeoXJapaneseConfig(**BASE, rope_parameters=_rope(
+        "default", partial_rotary_factor=0.5)),
+    "falcon": lambda: tf.FalconConfig(**_FALCON, multi_query=True),
+    "falcon-new": lambda: tf.FalconConfig(**_FALCON, new_decoder_architecture=True, num_kv_heads=2),
+    "falcon-alibi": lambda: tf.FalconConfig(**_FALCON, multi_query=True, alibi=True),
+    "bloom": lambda: tf.BloomConfig(vocab_size=401, hidden_size=64, n_layer=3, n_head=4),
+    "mpt": lambda: tf.MptConfig(vocab_size=401, d_model=64, n_layers=3, n_heads=4, max_seq_len=4096),
+}
+"""Models whose modules compute attention by themselves; the last three have ALiBi."""
+ALIBI = ["falcon-alibi", "bloom", "mpt"]
 OTHERWISE_BUILT = {
     "dbrx": lambda: tf.DbrxConfig(
         vocab_size=401, d_model=64, n_heads=4, n_layers=3, max_seq_len=4096,
@@ -169,7 +185,7 @@ OTHERWISE_BUILT = {
 }
 """Models whose layers have other names, or whose modules are several layers each."""
 
-CONFIGS = PLAIN | STATEFUL | BY_LAYER | LATENT | INDEXED | BIASED | BEHIND_ROPE | OTHERWISE_BUILT
+CONFIGS = PLAIN | STATEFUL | BY_LAYER | LATENT | INDEXED | BIASED | BEHIND_ROPE | OWN | OTHERWISE_BUILT
 
 
 def make(name: str, *, attn: str | None = None, dtype: torch.dtype = torch.float32, seed: int = 0,

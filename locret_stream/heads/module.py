@@ -48,6 +48,7 @@ class HeadsConfig(msgspec.Struct, frozen=True, kw_only=True):
     form: the model's quantisation and active adapters in words, "" for a plain one. Older files have none.
     kernel: odd width in tokens of the average that policy `locret` takes of the scores of neighbours in a chunk, so
         that words of one fact stay together. Unset, as in older files: none.
+    value_dim: numbers of a value. Unset, as in older files: as many as of a key, `head_dim`.
     """
 
     layers: int
@@ -73,6 +74,7 @@ class HeadsConfig(msgspec.Struct, frozen=True, kw_only=True):
     sketch: str | msgspec.UnsetType = msgspec.UNSET
     form: str | msgspec.UnsetType = msgspec.UNSET
     kernel: int | msgspec.UnsetType = msgspec.UNSET
+    value_dim: int | msgspec.UnsetType = msgspec.UNSET
 
     def __post_init__(self) -> None:
         if self.version != VERSION:
@@ -83,6 +85,8 @@ class HeadsConfig(msgspec.Struct, frozen=True, kw_only=True):
                 raise ConfigError(f"heads: {name} is {getattr(self, name)}; expected 1 to {MOST}")
         if self.kernel is not msgspec.UNSET and not (1 <= self.kernel <= MOST and self.kernel % 2 == 1):
             raise ConfigError(f"heads: kernel is {self.kernel}; expected an odd number of tokens from 1, or none")
+        if self.value_dim is not msgspec.UNSET and not 0 <= self.value_dim <= MOST:
+            raise ConfigError(f"heads: value_dim is {self.value_dim}; expected 0 to {MOST}, or none")
         if self.features == "hidden" and not 1 <= self.hidden <= MOST:
             raise ConfigError(f"heads: hidden is {self.hidden}; expected the size of the hidden states that they read")
         if self.sketch and not re.fullmatch("[0-9a-f]{32}", self.sketch):
@@ -97,7 +101,8 @@ class HeadsConfig(msgspec.Struct, frozen=True, kw_only=True):
     def in_features(self) -> int:
         if self.features == "hidden":
             return self.hidden
-        return (self.query_heads + 2 * self.kv_heads) * self.head_dim
+        value_dim = self.head_dim if self.value_dim is msgspec.UNSET else self.value_dim
+        return (self.query_heads + self.kv_heads) * self.head_dim + self.kv_heads * value_dim
 
     @property
     def layers_with_head(self) -> tuple[int, ...]:

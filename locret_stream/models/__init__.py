@@ -1,7 +1,8 @@
 """Models, the only package that knows transformers' internals: `attaching` tests a model, `attachment` runs it,
-`decoders` finds its layers, `probing` sees what they keep, `rotary` applies RoPE, `queries` knows what comes behind
-it, `recurrent` hands on what layers without attention carry, `gradients` lets gradients through, `weights` knows how
-weights are packed; `foreseen` tells of a model without them."""
+`decoders` finds its layers, `probing` sees what they keep, `own_attention` notices attention that modules compute by
+themselves, `rotary` applies RoPE, `queries` knows what comes behind it, `recurrent` hands on what layers without
+attention carry, `gradients` lets gradients through, `weights` knows how weights are packed; `foreseen` tells of a model
+without them."""
 
 from locret_stream.models.attaching import attach, attached, detach, self_test
 from locret_stream.models.attachment import Attachment

@@ -11,6 +11,7 @@ In the shadow
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 import weakref
@@ -34,6 +35,7 @@ from locret_stream.models.linears import pack, quicken
 from locret_stream.models.mixers import read_one_by_one
 from locret_stream.models.module_states import carry_module_states
 from locret_stream.models.norms import fuse
+from locret_stream.models.own_attention import take_over
 from locret_stream.models.probing import Probed, probe, shape_of
 from locret_stream.models.queries import At, NormsBehind, QueryFactors, take_temperature
 from locret_stream.models.recurrent import Carried
@@ -107,8 +109,12 @@ class Attachment:
         if self.quantised and self._shadow._forward_pre_hooks:  # the first forward of compressed-tensors unpacks
             with torch.no_grad():
                 self._shadow(torch.arange(3, device=model.device)[None], use_cache=False)
-        self._shadow.set_attn_implementation(NAME)
         self._decoder = decoder = decoder_of(self._shadow)
+        self._showing = take_over(decoder, attn, self.attn, _attention)
+        if self._showing is None:
+            self._shadow.set_attn_implementation(NAME)
+        else:
+            self.attn = "sdpa"
         self._head = self._shadow.get_output_embeddings()
         self._path = self._take_base_out(model)
         self._rotary = Rotary(decoder)
@@ -124,7 +130,9 @@ class Attachment:
         this = weakref.ref(self)
         for module in decoder.modules():  # a probe shows which of them attend
             module.locret_attachment = this
-        layers, self.states, stepwise, self.last_device = probe(model, decoder, self._config, self._rotary, self._ask)
+        with contextlib.nullcontext() if self._showing is None else self._showing.watching(decoder):
+            layers, self.states, stepwise, self.last_device = probe(model, decoder, self._config, self._rotary,
+                                                                    self._ask)
         for module in stepwise:
             read_one_by_one(module)
         self.stepwise = bool(stepwise)
@@ -344,7 +352,8 @@ class Attachment:
             module.locret_turn = 0
         try:
             with torch.set_grad_enabled(self._graded):
-                more = {} if carried is None else {"past_key_values": carried}
+                cache = self._showing if carried is None else carried
+                more = {} if cache is None else {"past_key_values": cache}
                 return self._decoder(input_ids=ids, position_ids=positions, use_cache=False, **more).last_hidden_state
         finally:
             self._step = self._input = None

@@ -16,6 +16,7 @@ from transformers.cache_utils import DynamicCache, LinearAttentionCacheLayerMixi
 from locret_stream.cache import StateTensor
 from locret_stream.config import ModelShape, UnitShape
 from locret_stream.errors import UnsupportedModel
+from locret_stream.models.alibi import MOST, Ranks, is_ranked
 from locret_stream.models.asked import join_pairs
 from locret_stream.models.calls import LayerCall
 from locret_stream.models.decoders import layers_of
@@ -27,6 +28,8 @@ from locret_stream.models.rotary import Rotary, Source
 Ask = Callable[..., tuple[Tensor, list[tuple[Any, LayerCall]]]]
 """Runs ids [1, T] in a forward in which attention gives zeros, from a recurrent state and at a `start` that it may be
 given; returns hidden states, and who asked it for what."""
+RANKED = Source(Ranks(), ())
+_POSITIONS = ("max_position_embeddings", "max_seq_len", "seq_length")  # names in configs for how many there are
 LATER = 3  # another position of a probe's first id, by which keys before RoPE must not differ
 
 
@@ -51,7 +54,7 @@ def probe(model: PreTrainedModel, decoder: Any, config: Any, rotary: Rotary, ask
     state, and the modules that go on from it for one token only (`mixers`); and the device where hidden states come
     out. The parameters of a quantised or offloaded model have other dtypes and devices, so they do not tell. As
     attention gives zeros, layers behind it get the same with and without RoPE: a layer whose keys are the same has
-    none.
+    none, if they are the same at other positions, too.
 
     Raises:
         UnsupportedModel: nothing attends, or the layers differ in dtype.
@@ -69,22 +72,24 @@ def probe(model: PreTrainedModel, decoder: Any, config: Any, rotary: Rotary, ask
         for module in {id(module): module for module, _ in plain}.values():
             hooks.enter_context(module.register_forward_hook(
                 lambda module, args, kwargs, _: sources.__setitem__(
-                    id(module), source_of((args, kwargs)) or rotary.source_within(module)), with_kwargs=True))
+                    id(module), source_of(module, (args, kwargs)) or rotary.source_within(module)), with_kwargs=True))
         _, rotated = ask(ids)
-    _, later = ask(ids, start=LATER)
+    alike = [torch.equal(call.k, turned.k) for (_, call), (_, turned) in zip(plain, rotated, strict=True)]
+    later = ask(ids, start=LATER)[1] if any(alike) else plain
     numbers = {id(module): number for number, layer in enumerate(layers_of(decoder)) for module in layer.modules()}
     layers: list[Probed] = []
-    for (module, call), (_, turned), (_, moved) in zip(plain, rotated, later, strict=True):
-        number, rotates = numbers[id(module)], not torch.equal(call.k, turned.k)
+    for (module, call), (_, turned), (_, moved), same in zip(plain, rotated, later, alike, strict=True):
+        number, rotates = numbers[id(module)], not same
         reads = next((at for at, earlier in enumerate(layers) if call.k is earlier.call.k), None)
-        if (rotates and sources[id(module)] is None) or not torch.equal(call.k, moved.k):
+        if sources[id(module)] is None if rotates else not torch.equal(call.k, moved.k):
             raise UnsupportedModel(f"{type(model).__name__}: layer {number} turns its keys by position in a way of "
                                    f"its own; {why_not(model)}")
         if call.asked is not None and turned.asked is not None and not call.asked.index.see_turned(
                 call.asked.keys, turned.asked.keys, rotary.embeddings(sources[id(module)], call.k)):
             raise UnsupportedModel(f"{type(model).__name__}: the index of layer {number} turns its keys by position in "
                                    f"a way of its own; {why_not(model)}")
-        layers.append(Probed(number, module, call, sources[id(module)] if rotates else None,
+        source = sources[id(module)] if rotates else RANKED if is_ranked(module) else None
+        layers.append(Probed(number, module, call, source,
                              rotates and not _doubled(call.k[:, :, 0].float(), turned.k[:, :, 0].float()), reads))
     if carried is None:
         return layers, (), [], out.device
@@ -111,10 +116,11 @@ def shape_of(model: PreTrainedModel, config: Any, layers: list[Probed], most: in
     """
     kinds, options = get_layer_types_and_kwargs(config)
     reaches: list[Any] = [options[layer.number].get("sliding_window") for layer in layers]
-    # RecurrentGemma names no positions, as all its layers have windows: what they hide begins behind the longest.
-    positions = 1 + max(reaches) if not hasattr(config, "max_position_embeddings") and all(reaches) else (
-        config.max_position_embeddings)
-    window, units = min(positions, most or positions), []
+    named = next((found for name in _POSITIONS if (found := getattr(config, name, None))), None)
+    if named is None:  # RecurrentGemma: all its layers have windows, and what they hide begins behind the longest
+        named = 1 + max(reaches) if all(reaches) else MOST
+    ranked = any(layer.source is RANKED for layer in layers)
+    window, units = min(named, most or named, MOST if ranked else named), []
     for layer, reach in zip(layers, reaches, strict=True):
         number, call = layer.number, layer.call
         kind = kinds[number] if number < len(kinds) else "full_attention"
@@ -130,7 +136,8 @@ def shape_of(model: PreTrainedModel, config: Any, layers: list[Probed], most: in
                                sliding=reach, blocks=kind == BLOCKS and reach is not None))
     return ModelShape(units=tuple(units), vocab=config.vocab_size, window=window,
                       item_bytes=layers[0].call.k.dtype.itemsize, hidden=config.hidden_size, state_bytes=state_bytes,
-                      limited=most is not None, biased=any(layer.call.bias is not None for layer in layers))
+                      limited=most is not None, biased=any(layer.call.bias is not None for layer in layers),
+                      ranked=ranked)
 
 
 def _expect_alike(model: PreTrainedModel, dtypes: set[torch.dtype]) -> None:

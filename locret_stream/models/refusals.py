@@ -32,8 +32,6 @@ def learned_positions(decoder: nn.Module) -> bool:
 def _reason(model: nn.Module, config: Any) -> str:
     if getattr(config, "is_encoder_decoder", False):
         return "it is an encoder with a decoder, and its encoder reads a text as a whole"
-    if getattr(config, "alibi", False) or type(model).__name__.startswith(("Bloom", "Mpt")):
-        return "it tells positions by ALiBi, a bias by distance, which units that move to other ranks would change"
     if any(learned_positions(module) for module in model.modules()):
         return ("its positions are learned embeddings, which are added to tokens before the first layer: a unit that "
                 "moves to another rank would keep the position that it had")

@@ -21,7 +21,9 @@ import torch
 from torch import Tensor, nn
 
 from locret_stream.kernels import reference, rotate_halves, uses_triton
+from locret_stream.models.alibi import Ranks, shear
 from locret_stream.models.indexed import Index, turn
+from locret_stream.models.position_tables import take_tables
 from locret_stream.models.queries import QueryFactors
 
 
@@ -36,7 +38,8 @@ class Place:
 @dataclass(slots=True, frozen=True)
 class Source:
     """Where a layer's embeddings come from: a rotary module, and the kind of layer that it is asked for, if it has
-    several. in_pairs: whether they are complex numbers, which turn pairs of neighbours (DeepSeek-V2, Llama 4)."""
+    several; or ranks, where it has ALiBi. in_pairs: whether they are complex numbers, which turn pairs of neighbours
+    (DeepSeek-V2, Llama 4)."""
 
     module: Any
     kind: tuple[str, ...]
@@ -58,6 +61,7 @@ class Rotary:
                 if "RotaryEmbedding" in type(module).__name__:
                     self._identities.append(_Identity(module))
                     parent._modules[name] = self._identities[-1]
+        self._tables = take_tables(decoder)
         self._attentions: list[Any] = []
         self._sources: list[Source | None] = []
         self._sliced: list[bool] = []
@@ -68,19 +72,25 @@ class Rotary:
         self.factors: dict[int, QueryFactors] = {}
 
     @contextmanager
-    def as_the_model_has_it(self) -> Iterator[Callable[[object], Source | None]]:
+    def as_the_model_has_it(self) -> Iterator[Callable[[Any, object], Source | None]]:
         """Inside, for probes, the decoder has its real embeddings, twice as long: a key at position 0 doubles, unless
-        something behind the rotation normalises it. Gives a function that says where those among the arguments of a
-        module come from."""
+        something behind the rotation normalises it. Gives a function that says where those of a module come from: from
+        a table of its own, or those among its arguments."""
         given: list[tuple[Tensor, Source]] = []
+        tables = {id(table.module): Source(table.real, (), in_pairs=True) for table in self._tables}
         for identity in self._identities:
             identity.given = given
+        for table in self._tables:
+            table.put(2 * table.real.tensor)
         try:
-            yield lambda arguments: next((source for same in (_is, _equals) for tensor in _tensors(arguments)
-                                          for cos, source in given if same(tensor, cos)), None)
+            yield lambda module, arguments: tables.get(id(module)) or next(
+                (source for same in (_is, _equals) for tensor in _tensors(arguments) for cos, source in given
+                 if same(tensor, cos)), None)
         finally:
             for identity in self._identities:
                 identity.given = None
+            for table in self._tables:
+                table.put(table.identity)
 
     def source_within(self, module: nn.Module) -> Source | None:
         """Where the embeddings of a module come from that makes them itself, in a probe (RecurrentGemma)."""
@@ -147,10 +157,14 @@ class Rotary:
         if index is not None and x.shape[-1] > dim:
             of_index = x[..., dim:] if index.turned_at is None else turn(index.turned_at, x[..., dim:], cos, sin)
             return torch.cat([self.apply(layer, x[..., :dim], cos, sin), of_index], dim=-1)
+        if isinstance(source.module, Ranks):
+            return shear(x, cos[:, None], sin[:, None])
         if (lead := self._leads[layer]) or source.in_pairs:
             rotate = _rotate_pairs if source.in_pairs else reference.rotate_halves
-            turned = rotate(x[..., lead:], cos[:, None], sin[:, None])
-            return torch.cat([x[..., :lead], turned], dim=-1) if lead else turned
+            stop = lead + cos.shape[-1] * (2 if source.in_pairs else 1)
+            turned = rotate(x[..., lead:stop], cos[:, None], sin[:, None])
+            whole = turned.shape[-1] == x.shape[-1]
+            return turned if whole else torch.cat([x[..., :lead], turned, x[..., stop:]], dim=-1)
         if not self._sliced[layer]:
             return self._turn(layer, x, cos, sin)
         width = cos.shape[-1]
@@ -161,9 +175,10 @@ class Rotary:
         rotate = sys.modules[type(self._attentions[layer]).__module__].apply_rotary_pos_emb
         return rotate(x, cos, sin) if _of_one(rotate) else rotate(x, x[:, :0], cos, sin)[0]
 
-    def _in_pairs(self, layer: int) -> bool:
+    def _is_ours(self, layer: int) -> bool:
+        """Whether a layer is turned by a function of this library, and not by the model's own."""
         source = self._sources[layer]
-        return source is not None and source.in_pairs
+        return bool(self._leads[layer] or (source and (source.in_pairs or isinstance(source.module, Ranks))))
 
     @torch.no_grad()
     def keeps_lengths(self, layer: int) -> bool:
@@ -175,7 +190,7 @@ class Rotary:
     @torch.no_grad()
     def _takes_a_part(self, layer: int, head_dim: int) -> bool:
         """Whether the model divides x for a partial rotation outside of its function (StableLM)."""
-        if self._leads[layer] or self._in_pairs(layer):
+        if self._is_ours(layer):
             return False
         place = self._places[layer]
         cos, sin = self.cos_sin(layer, torch.zeros(1, 1, dtype=torch.int64, device=place.device))
@@ -190,7 +205,7 @@ class Rotary:
     @torch.no_grad()
     def _is_plain(self, layer: int, head_dim: int) -> bool:
         """Whether the model's own rotation is the usual one of halves, as `rotate_halves` does it."""
-        if self._leads[layer] or self._in_pairs(layer):
+        if self._is_ours(layer):
             return False
         place = self._places[layer]
         x = torch.linspace(-1, 1, 2 * head_dim, dtype=place.keys, device=place.device).view(1, 1, 2, head_dim)
@@ -351,7 +366,7 @@ def _rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 @functools.cache
 def _of_one(rotate: Callable[..., Any]) -> bool:
     """Whether a model's `apply_rotary_pos_emb` takes one tensor, and not q and k."""
-    return list(inspect.signature(rotate).parameters)[1:2] == ["cos"]
+    return list(inspect.signature(rotate).parameters)[1:2] in (["cos"], ["sin"])
 
 
 def _unturned(q: Tensor, k: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:

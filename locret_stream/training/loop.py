@@ -253,7 +253,8 @@ def _new_heads(attachment: Attachment, config: TrainConfig) -> RetainingHeads:
         alpha=config.alpha, fingerprint=attachment.fingerprint, budget_shares=config.budget_shares,
         trained_layers=config.layers, features=config.features, hidden=shape.hidden, output=config.output,
         query_tokens=config.query_tokens, sketch=attachment.sketch, form=attachment.packing,
-        kernel=msgspec.UNSET if config.kernel == 1 else config.kernel)
+        kernel=msgspec.UNSET if config.kernel == 1 else config.kernel,
+        value_dim=msgspec.UNSET if unit.value_dim == unit.key_dim else unit.value_dim)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
         heads = RetainingHeads(described)

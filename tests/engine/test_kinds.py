@@ -1,6 +1,6 @@
 """The laws on models whose layers keep other things than keys and values of equal shape: a recurrent state, latents,
 units of other layers, units of another width, index keys; on those that do something to queries behind RoPE, or see
-blocks; and on one whose modules are several layers each."""
+blocks; and on models whose modules compute attention by themselves, or are several layers each."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from locret_stream.engine import Engine
 from locret_stream.errors import ConfigError, SnapshotCorrupt, UnsupportedModel, WindowExceeded
 from locret_stream.models import Attachment, Attended, LayerCall, attached, differentiable, visible
 from locret_stream.training.student import Student
-from tests.architectures import BEHIND_ROPE, BIASED, BY_LAYER, INDEXED, LATENT, STATEFUL, make
+from tests.architectures import ALIBI, BEHIND_ROPE, BIASED, BY_LAYER, INDEXED, LATENT, OWN, STATEFUL, make
 from tests.engine.test_decoding import alone, together
 from tests.engine.test_laws import operation, play
 from tests.kit import assert_same, build, examples, feed, ids_of, logits_at_each, model, random_heads, stock_logits
@@ -24,10 +24,12 @@ POLICIES = {"qwen3.5": "h2o", "lfm2": "tova", "granite4-h": "keydiff", "falcon-h
             "deepseek-v3.2": "tova", "kimi-linear": "h2o", "ministral3": "tova", "llama4": "h2o", "hrm": "h2o",
             "glm-5": "h2o", "hy-v4": "keydiff", "minimax-m3": "h2o", "qwen4-exp": "keydiff", "inkling": "h2o",
             "inkling2": "snapkv", "hunyuan": "snapkv", "minimax": "keydiff", "recurrent-gemma": "keydiff",
-            "doge": "h2o", "diffllama": "tova"}
-KINDS = ["lfm2", "gemma4-e2b", "deepseek-v3.2", "llama4", "hunyuan", "minimax", "recurrent-gemma", "doge", "diffllama",
-         "qwen3.5", "deepseek-v3", "mimo", "ministral3", "minimax-m3", "falcon-h1", "hrm", "gemma4-moe", "granite4-h",
-         "glm-5", "hy-v4", "qwen4-exp", "inkling", "inkling2", "jamba", "zamba", "kimi-linear"]
+            "doge": "h2o", "diffllama": "tova", "gptj": "h2o", "codegen": "snapkv", "gpt-neox-japanese": "tova",
+            "falcon": "h2o", "falcon-new": "keydiff", "falcon-alibi": "h2o", "bloom": "keydiff", "mpt": "tova"}
+KINDS = ["lfm2", "gemma4-e2b", "deepseek-v3.2", "llama4", "bloom", "hunyuan", "minimax", "recurrent-gemma", "doge",
+         "diffllama", "gptj", "qwen3.5", "deepseek-v3", "mimo", "ministral3", "minimax-m3", "falcon-h1", "hrm",
+         "gemma4-moe", "granite4-h", "glm-5", "hy-v4", "qwen4-exp", "inkling", "inkling2", "jamba", "zamba",
+         "falcon-alibi", "falcon-new", "codegen", "mpt", "falcon", "gpt-neox-japanese", "kimi-linear"]
 WITH_STATE = ["lfm2", "qwen3.5", "minimax", "recurrent-gemma", "jamba", "falcon-h1", "granite4-h", "qwen4-exp",
               "inkling", "zamba", "inkling2", "kimi-linear"]
 UNITS, CHUNK = 20, 8
@@ -39,7 +41,7 @@ token by token. Committed states are bit-equal in all."""
 
 
 def test_every_kind_is_tried():
-    assert {*KINDS} == {*STATEFUL, *BY_LAYER, *LATENT, *INDEXED, *BIASED, *BEHIND_ROPE, "hrm"} == {*POLICIES}
+    assert {*KINDS} == {*STATEFUL, *BY_LAYER, *LATENT, *INDEXED, *BIASED, *BEHIND_ROPE, *OWN, "hrm"} == {*POLICIES}
     assert {*WITH_STATE} == {SLOW} | {name for name in KINDS if name != SLOW and engine_of(name).attachment.states}
 
 
@@ -129,6 +131,15 @@ def test_units_in_few_bits_follow_the_same_laws(on: str):
 def test_latents_and_index_keys_are_kept_as_they_are(on: str, what: str):
     with pytest.raises(ConfigError, match=what):
         build("keydiff", on=model(on), store_bits=8)
+
+
+@pytest.mark.parametrize("on", some(ALIBI, 1))
+def test_keys_with_a_place_for_their_rank_are_kept_as_they_are(on: str):
+    with pytest.raises(ConfigError, match=r"store_bits is \[8, 8\]: with ALiBi .* expected 16 for K"):
+        build("keydiff", on=model(on), store_bits=8)
+    engine = build("keydiff", on=model(on), units=UNITS, chunk_size=CHUNK, store_bits=(16, 8))
+    feed(engine, state := engine.open(0), ids_of(3 * CHUNK))
+    assert torch.isfinite(engine.logits(state)).all()
 
 
 def test_no_gradient_reaches_the_weights_of_latents():

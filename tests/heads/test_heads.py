@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 
+import msgspec
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -248,7 +249,7 @@ def test_shares_that_divide_nothing_are_refused(tmp_path, shares):
 
 @pytest.mark.parametrize(("field", "value", "says"), [
     ("width", -24, "width is -24"), ("kv_heads", 0, "kv_heads is 0"), ("version", 9, "found version 9; expected 1"),
-    ("features", "hidden", "hidden is 0")])
+    ("features", "hidden", "hidden is 0"), ("value_dim", -1, "value_dim is -1; expected 0 to")])
 def test_sizes_and_versions_that_mean_nothing_are_refused(tmp_path, field, value, says):
     RetainingHeads(config()).save(tmp_path)
     path = tmp_path / "heads.json"
@@ -279,6 +280,19 @@ def test_heads_of_another_model_are_refused_by_name_and_shape(change, message, b
     heads.check_fits(SHAPE, "anything")
     with pytest.raises(HeadsMismatch, match=message):
         heads.check_fits(shape_of(**change), "anything")
+
+
+def test_values_may_have_another_width_than_keys(tmp_path):
+    """As under ALiBi, where keys have three numbers more."""
+    units = tuple(msgspec.structs.replace(unit, value_dim=DIM - 3) for unit in SHAPE.units)
+    shape, heads = msgspec.structs.replace(SHAPE, units=units), RetainingHeads(config(value_dim=DIM - 3))
+    heads.save(tmp_path)
+    loaded = RetainingHeads.load(tmp_path)
+    loaded.check_fits(shape, "anything")
+    with pytest.raises(HeadsMismatch, match=r"'fc1.0.weight' is \(12, 58\), this model needs \(12, 64\)"):
+        loaded.check_fits(SHAPE, "anything")
+    q, k, v = inputs()
+    assert torch.equal(loaded.score(1, q, k, v[..., 3:]), heads.score(1, q, k, v[..., 3:]))
 
 
 def test_layers_without_a_head_score_zero_and_leave_nothing_in_the_file(tmp_path):

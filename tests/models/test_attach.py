@@ -245,9 +245,8 @@ MAMBA = dict(hidden_size=32, num_hidden_layers=2, vocab_size=64, state_size=4)
                    is_decoder=True), "positions are learned embeddings"),
     (tf.BioGptConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, vocab_size=64),
      "positions are learned embeddings"),
-    (tf.BloomConfig(hidden_size=32, n_layer=2, n_head=2, vocab_size=64), "ALiBi"),
     (tf.MambaConfig(**MAMBA), "recurrent, without attention"),
-], ids=["gpt2", "bert", "biogpt", "bloom", "mamba"])
+], ids=["gpt2", "bert", "biogpt", "mamba"])
 def test_what_is_not_served_is_refused_by_its_reason(config, why: str):
     """In the words of who runs it, without the error that its forward would raise here."""
     with pytest.raises(UnsupportedModel, match=why) as caught:

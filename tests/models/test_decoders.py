@@ -56,7 +56,7 @@ def test_layers_that_run_several_times_are_compared_one_by_one(wrong: bool):
 # -- where a decoder and its layers are -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["dbrx", "llama", "modernbert-decoder", "hrm"])
+@pytest.mark.parametrize("name", ["dbrx", "gptj", "llama", "modernbert-decoder", "hrm"])
 def test_layers_of_any_name(name: str):
     decoder = decoder_of(model(name))
     assert decoder is model(name).base_model and len(layers_of(decoder)) == (4 if name == "hrm" else 3)
