@@ -110,7 +110,7 @@ class Attachment:
             with torch.no_grad():
                 self._shadow(torch.arange(3, device=model.device)[None], use_cache=False)
         self._decoder = decoder = decoder_of(self._shadow)
-        self._showing = take_over(decoder, attn, self.attn, _attention)
+        self._showing = take_over(decoder, attn, _attention)
         if self._showing is None:
             self._shadow.set_attn_implementation(NAME)
         else:

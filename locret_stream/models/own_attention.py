@@ -41,12 +41,11 @@ def _hides_nothing(*args: object, dtype: torch.dtype, device: torch.device, **kw
 AttentionMaskInterface.register(NAME, _hides_nothing)
 
 
-def take_over(decoder: PreTrainedModel, attn: str, own: str, answer: Answer) -> Showing | None:
+def take_over(decoder: PreTrainedModel, attn: str, answer: Answer) -> Showing | None:
     """What the decoder of a shadow must get as its cache, if its attention modules compute by themselves; else None.
 
     Args:
-        attn: the implementation that was asked for. own: the one that the modules go on to use. answer: the attention
-            function.
+        attn: the implementation that was asked for; the modules go on with their own. answer: the attention function.
 
     Raises:
         UnsupportedModel: it is "eager": they have no function of their own that gets keys of earlier tokens.
@@ -58,7 +57,7 @@ def take_over(decoder: PreTrainedModel, attn: str, own: str, answer: Answer) -> 
                                "themselves; expected 'auto' or 'sdpa'")
     config: Any = decoder.config
     of_modules = copy.copy(config)
-    of_modules._attn_implementation_internal, config._attn_implementation_internal = own, NAME
+    config._attn_implementation_internal = NAME
     for module in decoder.modules():
         if not isinstance(module, PreTrainedModel) and getattr(module, "config", None) is config:
             module.config = of_modules
@@ -247,11 +246,19 @@ def _answer(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A function of torch that got keys, values or logits among its arguments."""
     if name in _FUNCTIONS:
         return _FUNCTIONS[name](*args, **kwargs)
-    raise next(each.call for each in (*args, *kwargs.values()) if isinstance(each, Shown | Logits)).refuse(name)
+    raise _among(*args, *kwargs.values()).refuse(name)
 
 
-def _product(left: Any, right: Shown) -> Logits | Tensor:
-    return Logits(right.call, left) if isinstance(left, Tensor) else left @ right
+def _among(*arguments: object) -> _Call:
+    return next(each.call for each in arguments if isinstance(each, Shown | Logits))
+
+
+def _product(left: Any, right: Any) -> Logits | Tensor:
+    if isinstance(left, Tensor) and isinstance(right, Shown):
+        return Logits(right.call, left)
+    if not isinstance(left, Logits):
+        raise _among(left, right).refuse("matmul")
+    return left @ right
 
 
 def _added_product(added: Tensor, batch1: Tensor, batch2: Shown, *, beta: float = 1, alpha: float = 1) -> Logits:
@@ -262,6 +269,14 @@ def _whole(query: Tensor, key: Shown, value: Shown, attn_mask: Tensor | None = N
            is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False) -> Tensor:
     return key.call.attend(query, query.shape[-1] ** -0.5 if scale is None else scale,
                            () if attn_mask is None else ((attn_mask, 1.0),))
+
+
+def _sum(one: Any, other: Any) -> Logits:
+    """Of logits and a tensor, in any order."""
+    logits, more = (one, other) if isinstance(one, Logits) else (other, one)
+    if not isinstance(logits, Logits):
+        raise _among(one, other).refuse("add")
+    return logits + more
 
 
 def _softmax(logits: Logits, *args: object, **kwargs: object) -> Logits:
@@ -277,5 +292,5 @@ def _dropout(weights: Logits, p: float = 0.5, training: bool = True, inplace: bo
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "matmul": _product, "__matmul__": _product, "bmm": _product, "baddbmm": _added_product,
     "scaled_dot_product_attention": _whole, "softmax": _softmax, "dropout": _dropout,
-    "add": lambda one, other: one + other}
+    "add": _sum}
 """By name, what functions of torch do here."""

@@ -128,6 +128,33 @@ def biased(self, query, key, value, attention_mask=None):
     return weights @ value, weights
 
 
+def masked_first(self, query, key, value, attention_mask=None):
+    weights = torch.softmax(attention_mask + query @ key.transpose(-1, -2) / self.scale_attn, dim=-1)
+    return torch.matmul(weights, value), weights
+
+
+def test_operands_may_be_in_any_order(monkeypatch):
+    monkeypatch.setattr(sys.modules[tf.GPTJForCausalLM.__module__].GPTJAttention, "_attn", masked_first)
+    stock = make("gptj", seed=5)
+    stock.config._attn_implementation = "eager"
+    assert attach(stock).shape.layers == 3
+
+
+def shifted(self, query, key, value, attention_mask=None):
+    weights = torch.softmax(query @ (query[..., :1, :] + key).transpose(-1, -2), dim=-1)
+    return weights @ value, weights
+
+
+def turned_around(self, query, key, value, attention_mask=None):
+    weights = torch.softmax((key @ query.transpose(-1, -2)).transpose(-1, -2), dim=-1)
+    return weights @ value, weights
+
+
+def twice(self, query, key, value, attention_mask=None):
+    weights = torch.softmax(query.transpose(-1, -2) @ (query @ key.transpose(-1, -2)), dim=-1)
+    return weights @ value, weights
+
+
 def unnormalised(self, query, key, value, attention_mask=None):
     weights = query @ key.transpose(-1, -2) / self.scale_attn
     return weights @ value, weights
@@ -142,6 +169,9 @@ def doubled(self, query, key, value, attention_mask=None):
     (capped, "GPTJAttention computes its attention by itself, with 'tanh', which is not served"),
     (biased, "GPTJAttention computes its attention by itself, with 'a bias'"),
     (unnormalised, "GPTJAttention computes its attention by itself, with 'matmul'"),
+    (shifted, "GPTJAttention computes its attention by itself, with 'add'"),
+    (turned_around, "GPTJAttention computes its attention by itself, with '__rmatmul__'"),
+    (twice, "GPTJAttention computes its attention by itself, with 'matmul'"),
     (doubled, "its attention is not of a form that is served"),
 ])
 def test_what_is_no_known_attention_is_refused(attention, why: str, monkeypatch):
@@ -152,6 +182,8 @@ def test_what_is_no_known_attention_is_refused(attention, why: str, monkeypatch)
 
 def test_their_attention_is_torchs_own():
     """They have no eager function that gets keys of earlier tokens."""
+    for name in ("falcon", "falcon-alibi"):  # whose modules compute something else then
+        assert attach(make(name, attn="eager", seed=5)).attn == attach(make(name, attn="eager", seed=6), "sdpa").attn
     assert attach(make("falcon", attn="eager", seed=5)).attn == "sdpa"
     assert attach(make("gptj", seed=5)).attn == "sdpa", "which transformers has for none of these models"
     with pytest.raises(UnsupportedModel, match="FalconModel: attn is 'eager', and its modules compute attention by"):
