@@ -168,7 +168,8 @@ OWN = {
         "default", partial_rotary_factor=0.5)),
     "falcon": lambda: tf.FalconConfig(**_FALCON, multi_query=True),
     "falcon-new": lambda: tf.FalconConfig(**_FALCON, new_decoder_architecture=True, num_kv_heads=2),
-    "falcon-alibi": lambda: tf.FalconConfig(**_FALCON, multi_query=True, alibi=True),
+    "falcon-alibi": lambda: tf.FalconConfig(  # its bias is in bf16, which tells 256 ranks apart
+        **_FALCON | dict(max_position_embeddings=256), multi_query=True, alibi=True),
     "bloom": lambda: tf.BloomConfig(vocab_size=401, hidden_size=64, n_layer=3, n_head=4),
     "mpt": lambda: tf.MptConfig(vocab_size=401, d_model=64, n_layers=3, n_heads=4, max_seq_len=4096),
 }

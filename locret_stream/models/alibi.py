@@ -9,13 +9,14 @@ as in half precision each of them is exact up to 65,535.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
 PART = 256
 MOST = PART**2  # ranks that are told apart in half precision
+FAR = 1024  # keys up to which a bias is looked at
 
 
 def is_ranked(module: nn.Module) -> bool:
@@ -50,21 +51,24 @@ def widen(q: Tensor, k: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
             torch.cat([k, k.new_zeros(*k.shape[:3], 3)], dim=-1))
 
 
-def slopes_in(added: Sequence[tuple[Tensor, float]], heads: int, keys: int, refuse: Callable[[], Exception]
-              ) -> Tensor | None:
-    """The slopes [heads] of what a module adds to its logits, None if that is nothing, of at least three `keys`.
-
-    Args:
-        added: tensors that can be expanded to [heads, queries, keys], each with its factor.
-
-    Raises:
-        What `refuse` gives: it is no such bias.
-    """
-    total = torch.zeros(heads, keys, keys)
+def bias_of(added: Sequence[tuple[Tensor, float]], heads: int, keys: int) -> Tensor:
+    """What is added to logits, [heads, queries or 1, keys] fp32, of tensors that can be expanded to that, each with its
+    factor."""
+    total = torch.zeros(heads, 1, keys)
     for tensor, factor in added:
         total = total + factor * tensor.detach().float().cpu().reshape(-1, *tensor.shape[-2:])
-    steps = total.diff(dim=-1)
-    slopes = steps[:, 0, 0]
-    if not torch.allclose(steps, slopes[:, None, None].expand_as(steps), rtol=1e-2, atol=1e-6):
-        raise refuse()
+    return total
+
+
+def slopes_in(bias: Tensor) -> Tensor | None:
+    """The slopes [heads] by which a bias begins, of at least two keys; None if there are none."""
+    slopes = bias[:, 0, 1] - bias[:, 0, 0]
     return slopes if slopes.any() else None
+
+
+def is_alibi(bias: Tensor, slopes: Tensor | None, dtype: torch.dtype) -> bool:
+    """Whether a bias is ALiBi of those slopes for all its keys, but for rounding in that dtype, or none at all."""
+    ranks = torch.arange(bias.shape[-1])
+    right = (0 if slopes is None else slopes[:, None, None]) * ranks
+    close = 4 * torch.finfo(dtype).eps * bias.abs().amax()
+    return bool(((bias - bias[..., :1] - right).abs() <= close).all())

@@ -26,6 +26,7 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 from locret_stream.errors import UnsupportedModel
 from locret_stream.heads import RetainingHeads
 from locret_stream.kernels import uses_triton
+from locret_stream.models.alibi import FAR, is_ranked
 from locret_stream.models.asked import keep_biases
 from locret_stream.models.calls import LayerCall, Step, additive_mask, masked_attention
 from locret_stream.models.decoders import decoder_of, layers_of, path_to_replace
@@ -36,7 +37,7 @@ from locret_stream.models.mixers import read_one_by_one
 from locret_stream.models.module_states import carry_module_states
 from locret_stream.models.norms import fuse
 from locret_stream.models.own_attention import take_over
-from locret_stream.models.probing import Probed, probe, shape_of
+from locret_stream.models.probing import Probed, most_positions, probe, shape_of
 from locret_stream.models.queries import At, NormsBehind, QueryFactors, take_temperature
 from locret_stream.models.recurrent import Carried
 from locret_stream.models.refusals import learned_positions, why_not
@@ -133,6 +134,9 @@ class Attachment:
         with contextlib.nullcontext() if self._showing is None else self._showing.watching(decoder):
             layers, self.states, stepwise, self.last_device = probe(model, decoder, self._config, self._rotary,
                                                                     self._ask)
+            if self._showing is not None and any(is_ranked(layer.module) for layer in layers):
+                far = min(most_positions(self._config), FAR)
+                self._showing.look_far(self._ask, torch.zeros(1, far, dtype=torch.long, device=model.device))
         for module in stepwise:
             read_one_by_one(module)
         self.stepwise = bool(stepwise)

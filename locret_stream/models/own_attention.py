@@ -21,7 +21,7 @@ from transformers import AttentionMaskInterface, PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
 from locret_stream.errors import UnsupportedModel
-from locret_stream.models.alibi import numbers_of, slopes_in, widen
+from locret_stream.models.alibi import bias_of, is_alibi, numbers_of, slopes_in, widen
 
 NAME = "locret-own"  # where a config names its attention function, of which such modules have none
 Answer = Callable[..., tuple[Tensor, None]]
@@ -76,6 +76,19 @@ class _Attending:
     module: Any
     copies: int
     numbers: Tensor | None = None
+    asked: bool = False
+
+    def learn(self, bias: Tensor, scale: float, like: Tensor) -> bool:
+        """Take the slopes of a bias, the first time; whether it is ALiBi of these slopes, or none."""
+        if not self.asked:
+            slopes = self.module.locret_slopes = slopes_in(bias)
+            self.numbers = None if slopes is None else numbers_of(slopes, scale, like)
+            self.asked = True
+        return is_alibi(bias, self.module.locret_slopes, like.dtype)
+
+
+class _Enough(Exception):
+    """Ends a forward of which the beginning is all that is asked."""
 
 
 class Showing(DynamicCache):
@@ -86,6 +99,7 @@ class Showing(DynamicCache):
         self._answer = answer
         self._attending: dict[int, _Attending] = {}  # by the number of a layer in transformers' cache
         self._running: list[Any] = []  # the modules, outermost first, while a probe runs
+        self._far = False  # whether that probe ends with the first that attends
 
     @contextmanager
     def watching(self, decoder: nn.Module) -> Iterator[None]:
@@ -99,15 +113,36 @@ class Showing(DynamicCache):
                 hooks.enter_context(module.register_forward_hook(leave, always_call=True))
             yield
 
+    def look_far(self, ask: Callable[[Tensor], object], ids: Tensor) -> None:
+        """Ask for attention to so many keys that a bias shows whether it is ALiBi for all. Raises UnsupportedModel."""
+        self._far = True
+        try:
+            ask(ids)
+        except _Enough:
+            pass
+        finally:
+            self._far = False
+
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
                ) -> tuple[Any, Any]:
         """K and V of the new tokens, as they are, and noticed."""
-        probed = bool(self._running)
-        if probed:
+        if layer_idx not in self._attending:
             self._attending[layer_idx] = _Attending(self._running[-1], _copies(key_states, value_states))
         by = self._attending[layer_idx]
-        call = _Call(by, key_states[:, ::by.copies], value_states[:, ::by.copies], self._answer, probed)
+        call = _Call(by, key_states[:, ::by.copies], value_states[:, ::by.copies], self)
         return Shown(key_states, call), Shown(value_states, call)
+
+    def attend(self, by: _Attending, q: Tensor, k: Tensor, v: Tensor, scale: float,
+               added: tuple[tuple[Tensor, float], ...]) -> Tensor | None:
+        """What a module asks for: q [B, H*G, T, D], k and v [B, H, T, D] -> [B, T, H*G, D]. None: by a bias that is not
+        served."""
+        if self._running and not by.learn(bias_of(added, q.shape[1], k.shape[2]), scale, k):
+            return None
+        if self._far:
+            raise _Enough
+        if by.numbers is not None:
+            q, k = widen(q, k, by.numbers)
+        return self._answer(by.module, q, k, v, None, scale)[0]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """0: what came before is not here."""
@@ -131,30 +166,27 @@ def _copies(k: Tensor, v: Tensor) -> int:
 
 @dataclass(slots=True, frozen=True)
 class _Call:
-    """What a module showed: k and v [B, H, T, D], each head once; and whether a probe runs."""
+    """What a module showed, and to whom: k and v [B, H, T, D], each head once."""
 
     by: _Attending
     k: Tensor
     v: Tensor
-    answer: Answer
-    probed: bool
+    showing: Showing
 
     def attend(self, q: Tensor, scale: float, added: tuple[tuple[Tensor, float], ...]) -> Tensor:
         """q [B, H*G, T, D], or with the first two as one, as baddbmm takes it -> [B, H*G, T, D]."""
-        q, k = q.reshape(len(self.k), -1, *q.shape[-2:]).to(self.k.dtype), self.k
-        if self.probed:
-            slopes = self.by.module.locret_slopes = slopes_in(added, q.shape[1], k.shape[2],
-                                                              lambda: self.refuse("a bias"))
-            self.by.numbers = None if slopes is None else numbers_of(slopes, scale, k)
-        if self.by.numbers is not None:
-            q, k = widen(q, k, self.by.numbers)
-        return self.answer(self.by.module, q, k, self.v, None, scale)[0].transpose(1, 2)
+        q = q.reshape(len(self.k), -1, *q.shape[-2:]).to(self.k.dtype)
+        out = self.showing.attend(self.by, q, self.k, self.v, scale, added)
+        if out is None:
+            raise self.refuse(f"a bias that in {self.k.dtype} is not linear, as ALiBi is (in bfloat16 it may be, if the "
+                              "model rounds it to that)")
+        return out.transpose(1, 2)
 
     def refuse(self, what: str) -> UnsupportedModel:
         """The error to raise where a module does what is not known to be attention."""
-        return UnsupportedModel(f"{type(self.by.module).__name__} computes its attention by itself, with {what!r}, "
-                                "which is not served; expected products, scaling, ALiBi, a softmax, and what changes "
-                                "no number")
+        return UnsupportedModel(f"{type(self.by.module).__name__} computes its attention by itself, with {what}, which "
+                                "is not served; expected products, scaling, ALiBi, a softmax, and what changes no "
+                                "number")
 
 
 class Shown:

@@ -116,10 +116,9 @@ def shape_of(model: PreTrainedModel, config: Any, layers: list[Probed], most: in
     """
     kinds, options = get_layer_types_and_kwargs(config)
     reaches: list[Any] = [options[layer.number].get("sliding_window") for layer in layers]
-    named = next((found for name in _POSITIONS if (found := getattr(config, name, None))), None)
-    if named is None:  # RecurrentGemma: all its layers have windows, and what they hide begins behind the longest
-        named = 1 + max(reaches) if all(reaches) else MOST
     ranked = any(layer.source is RANKED for layer in layers)
+    # RecurrentGemma names no positions, as all its layers have windows: what they hide begins behind the longest.
+    named = most_positions(config, 1 + max(reaches) if reaches and all(reaches) else MOST)
     window, units = min(named, most or named, MOST if ranked else named), []
     for layer, reach in zip(layers, reaches, strict=True):
         number, call = layer.number, layer.call
@@ -138,6 +137,11 @@ def shape_of(model: PreTrainedModel, config: Any, layers: list[Probed], most: in
                       item_bytes=layers[0].call.k.dtype.itemsize, hidden=config.hidden_size, state_bytes=state_bytes,
                       limited=most is not None, biased=any(layer.call.bias is not None for layer in layers),
                       ranked=ranked)
+
+
+def most_positions(config: Any, unnamed: int = MOST) -> int:
+    """How many positions a decoder was made for; `unnamed`, where its config does not say."""
+    return next((found for name in _POSITIONS if (found := getattr(config, name, None))), unnamed)
 
 
 def _expect_alike(model: PreTrainedModel, dtypes: set[torch.dtype]) -> None:

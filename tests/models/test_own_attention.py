@@ -12,7 +12,7 @@ import transformers as tf
 
 from locret_stream.errors import UnsupportedModel
 from locret_stream.models import attach, attached, differentiable, position_tables
-from locret_stream.models.alibi import Ranks, numbers_of, shear, slopes_in, widen
+from locret_stream.models.alibi import Ranks, bias_of, is_alibi, numbers_of, shear, slopes_in, widen
 from tests.architectures import ALIBI, CONFIGS, OWN, make
 from tests.kit import build, feed, ids_of, model, stock_logits
 
@@ -21,6 +21,12 @@ def of_one_layer(name: str) -> tf.PreTrainedModel:
     config = CONFIGS[name]()
     config.num_hidden_layers = 1
     return make(name, config=config)
+
+
+def _of_4096(name: str) -> tf.PreTrainedConfig:
+    config = CONFIGS[name]()
+    config.max_position_embeddings = 4_096
+    return config
 
 
 @pytest.mark.parametrize("name", OWN)
@@ -61,18 +67,26 @@ def test_a_shear_gives_the_bias_exactly_in_half_precision(dtype: torch.dtype):
 
 
 def test_slopes_are_read_off_what_a_module_adds():
-    slopes, ranks = torch.tensor([0.5, 0.25]), torch.arange(3)
-    alibi = slopes[:, None, None] * ranks
+    slopes, ranks = torch.tensor([0.5, 0.25]), torch.arange(300)
+    alibi, mask = slopes[:, None, None] * ranks, torch.zeros(1, 1, 1, 1)
+    for added, expected in (([(alibi, 1.0)], slopes), ([(alibi - 7, 0.5), (mask, 1.0)], slopes / 2)):
+        bias = bias_of(added, 2, 300)
+        assert torch.equal(slopes_in(bias), expected) and is_alibi(bias, expected, torch.float32)
+    nothing = bias_of([(mask, 1.0)], 2, 300)
+    assert slopes_in(nothing) is None and is_alibi(nothing, None, torch.float32)
+    for other in (alibi * ranks, torch.triu(torch.ones(2, 300, 300)), alibi.bfloat16()):
+        bias = bias_of([(other, 1.0)], 2, 300)
+        assert not is_alibi(bias, slopes_in(bias), torch.float32)
+    assert is_alibi(bias, slopes, torch.bfloat16), "of which it is rounded to"
 
-    def refused():
-        return UnsupportedModel("another bias")
 
-    assert torch.equal(slopes_in([(alibi, 1.0)], 2, 3, refused), slopes)
-    assert torch.equal(slopes_in([(alibi - 7, 0.5), (torch.zeros(1, 1, 1, 1), 1.0)], 2, 3, refused), slopes / 2)
-    assert slopes_in([(torch.zeros(1, 1, 1, 1), 1.0)], 2, 3, refused) is None
-    for other in (alibi * ranks, torch.triu(torch.ones(2, 3, 3))):
-        with pytest.raises(UnsupportedModel, match="another bias"):
-            slopes_in([(other, 1.0)], 2, 3, refused)
+def test_a_bias_that_is_rounded_to_fewer_bits_is_refused():
+    """Falcon's ALiBi is in bfloat16, whatever the model is in: of ranks from 257 on some are one."""
+    with pytest.raises(UnsupportedModel, match=r"FalconAttention .* a bias that in torch.float32 is not linear, as "):
+        attach(make("falcon-alibi", config=_of_4096("falcon-alibi"), seed=5))
+    assert attach(make("falcon-alibi", config=_of_4096("falcon-alibi"), dtype=torch.bfloat16)).shape.ranked
+    with attached(model("falcon-alibi")) as attachment:
+        assert attachment.shape.window == 256
 
 
 @pytest.mark.parametrize("name", ALIBI)
@@ -166,12 +180,12 @@ def doubled(self, query, key, value, attention_mask=None):
 
 
 @pytest.mark.parametrize(("attention", "why"), [
-    (capped, "GPTJAttention computes its attention by itself, with 'tanh', which is not served"),
-    (biased, "GPTJAttention computes its attention by itself, with 'a bias'"),
-    (unnormalised, "GPTJAttention computes its attention by itself, with 'matmul'"),
-    (shifted, "GPTJAttention computes its attention by itself, with 'add'"),
-    (turned_around, "GPTJAttention computes its attention by itself, with '__rmatmul__'"),
-    (twice, "GPTJAttention computes its attention by itself, with 'matmul'"),
+    (capped, "GPTJAttention computes its attention by itself, with tanh, which is not served"),
+    (biased, "GPTJAttention computes its attention by itself, with a bias"),
+    (unnormalised, "GPTJAttention computes its attention by itself, with matmul"),
+    (shifted, "GPTJAttention computes its attention by itself, with add"),
+    (turned_around, "GPTJAttention computes its attention by itself, with __rmatmul__"),
+    (twice, "GPTJAttention computes its attention by itself, with matmul"),
     (doubled, "its attention is not of a form that is served"),
 ])
 def test_what_is_no_known_attention_is_refused(attention, why: str, monkeypatch):
