@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 import transformers as tf
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
 
 BASE = dict(vocab_size=401, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4,
             num_key_value_heads=2, max_position_embeddings=4096, pad_token_id=0, bos_token_id=1, eos_token_id=2)
@@ -123,6 +123,18 @@ INDEXED = {
         mlp_layer_types=["dense", "sparse", "sparse"]),
     "hy-v4": lambda: tf.HYV4Config(
         **BASE | dict(num_key_value_heads=4), **_LIKE_DEEPSEEK, **_INDEX, indexer_types=["full", "shared", "full"]),
+    "mistral-large4": lambda: tf.MistralLarge4Config(
+        vision_config=tf.PixtralVisionConfig(hidden_size=16, intermediate_size=16, num_hidden_layers=1,
+                                             num_attention_heads=2, image_size=32, patch_size=16),
+        text_config=tf.MistralLarge4TextConfig(
+            **BASE | dict(num_hidden_layers=6, num_key_value_heads=4), **_LIKE_DEEPSEEK, **_INDEX,
+            no_rope_layers=[1, 1, 1, 0, 0, 1], kv_source_layers=[0, 1, 1, 3, 3, 1],
+            indexer_types=["full", "shared", "full", "shared", "full", "shared"])),
+    "glm-5.3": lambda: tf.Glm5NextConfig(
+        vision_config=dict(hidden_size=16, intermediate_size=16, depth=1, num_heads=2, out_hidden_size=64),
+        text_config=tf.Glm5NextTextConfig(
+            **BASE | dict(num_key_value_heads=4), **_LIKE_DEEPSEEK | dict(qk_rope_head_dim=0), **_INDEX, index_kpool=4,
+            layer_types=["full_attention"] * 3, indexer_types=["full", "shared", "full"])),
     "minimax-m3": lambda: tf.MiniMaxM3VLTextConfig(
         **BASE, head_dim=16, dense_intermediate_size=96, num_local_experts=4, num_experts_per_tok=2,
         index_n_heads=2, index_head_dim=16, index_block_size=4, index_topk_blocks=3,
@@ -133,8 +145,8 @@ INDEXED = {
         indexer_kv_heads=1, indexer_head_dim=16, indexer_budget=12, indexer_compress_ratio=4,
         layer_types=["linear_attention", "indexed_attention"] * 2),
 }
-"""Models whose layers choose what they attend to: 12 units of latents, by an index of their own or of an earlier layer;
-of blocks of units, those whose best index key, or whose mean one, scores best."""
+"""Models whose layers choose what they attend to: 12 units of latents, by an index of their own or of an earlier layer,
+which may have RoPE where they have none; or blocks of units, whose best index key, or whose mean one, scores best."""
 
 _INKLING = dict(head_dim=16, swa_head_dim=16, swa_num_attention_heads=4, swa_num_key_value_heads=4, d_rel=4,
                 sliding_window_size=24, rel_extent=12, log_scaling_n_floor=16, n_routed_experts=4,
@@ -192,7 +204,9 @@ CONFIGS = PLAIN | STATEFUL | BY_LAYER | LATENT | INDEXED | BIASED | BEHIND_ROPE 
 def make(name: str, *, attn: str | None = None, dtype: torch.dtype = torch.float32, seed: int = 0,
          config: PreTrainedConfig | None = None) -> PreTrainedModel:
     """A random model whose weights are large enough that attention matters; `config` takes the place of the named."""
-    model = AutoModelForCausalLM.from_config(config or CONFIGS[name](), attn_implementation=attn, dtype=dtype)
+    config = config or CONFIGS[name]()
+    kind = AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
+    model = kind.from_config(config, attn_implementation=attn, dtype=dtype)
     noise = torch.Generator().manual_seed(seed + 1)
     for parameter in model.parameters():
         draw = torch.randn(parameter.shape, generator=noise).to(dtype)

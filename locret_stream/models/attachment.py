@@ -153,7 +153,7 @@ class Attachment:
         self.shape = shape_of(model, self._config, layers, most, sum(each.bytes for each in self.states))
         self._rotary.set_layers(self._attentions, [layer.source for layer in layers], self.places,
                                 [unit.key_dim for unit in self.shape.units],
-                                [0 if latent is None else latent.width for latent in map(latent_of, self._attentions)],
+                                [layer.lead for layer in layers],
                                 [None if (asked := layer.call.asked) is None else asked.index for layer in layers],
                                 self._query_factors(layers))
         for number, layer in enumerate(layers):
@@ -361,8 +361,13 @@ class Attachment:
                 return self._decoder(input_ids=ids, position_ids=positions, use_cache=False, **more).last_hidden_state
         finally:
             self._step = self._input = None
-            for index in self._indexes if not self._graded else ():  # the backward pass reads what they were asked
-                index.asked = None
+            if not self._graded:  # the backward pass runs layers again, with what their indexes were asked
+                self.forget_asked()
+
+    def forget_asked(self) -> None:
+        """Hold nothing of a forward that is over."""
+        for index in self._indexes:
+            index.asked = None
 
     def carry(self, tensors: Sequence[Tensor] = (), ranks: Sequence[int] = ()) -> Carried | None:
         """What `hidden` takes to go on from a recurrent state: its tensors, [B, ...] each, in the order of `states`,

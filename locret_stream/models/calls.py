@@ -43,8 +43,8 @@ class LayerCall:
         """K, and behind its numbers those of the index key, if there is one: what is stored."""
         if self.asked is None:
             return self.k
-        keys = self.asked.keys.expand(-1, self.k.shape[1], -1, -1)
-        return torch.cat([self.k, keys.to(self.k.dtype)], dim=-1)
+        keys = self.asked.keys.to(self.k).expand(-1, self.k.shape[1], -1, -1)
+        return torch.cat([self.k, keys], dim=-1)
 
     @property
     def own_v(self) -> Tensor:
@@ -57,9 +57,10 @@ class LayerCall:
         units that the row may see, from rank 0 to its last token."""
         if self.asked is None or (total := own_k.shape[2]) <= self.asked.index.most:
             return None
-        pair = tables.layers[self.layer]
-        embeddings = None if pair is None else (pair[0][:, :total], pair[1][:, :total])
-        return self.asked.of(row).visible(own_k[0, ..., self.k.shape[-1]:], embeddings, self.q.shape[1])
+        pair, there = tables.layers[self.layer], self.asked.keys.device  # it may be the index of an earlier layer
+        embeddings = None if pair is None else (pair[0][:, :total].to(there), pair[1][:, :total].to(there))
+        index_keys = own_k[0, ..., self.k.shape[-1]:].to(there)
+        return self.asked.of(row).visible(index_keys, embeddings, self.q.shape[1]).to(own_k.device)
 
     def to_itself(self, tables: RopeTables, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """The operands where the new tokens are a text from its beginning, and attend to nothing else: q, k, v and the

@@ -49,6 +49,7 @@ def differentiable(attachment: Attachment) -> Iterator[None]:
         yield
     finally:
         attachment._graded = graded
+        attachment.forget_asked()
         for layer, forward in forwards:
             vars(layer).pop("forward", None)
             if forward is not None:

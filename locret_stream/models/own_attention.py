@@ -178,8 +178,8 @@ class _Call:
         q = q.reshape(len(self.k), -1, *q.shape[-2:]).to(self.k.dtype)
         out = self.showing.attend(self.by, q, self.k, self.v, scale, added)
         if out is None:
-            raise self.refuse(f"a bias that in {self.k.dtype} is not linear, as ALiBi is (in bfloat16 it may be, if the "
-                              "model rounds it to that)")
+            raise self.refuse(f"a bias that in {self.k.dtype} is not linear, as ALiBi is (in bfloat16 it may be, if "
+                              "the model rounds it to that)")
         return out.transpose(1, 2)
 
     def refuse(self, what: str) -> UnsupportedModel:

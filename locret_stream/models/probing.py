@@ -20,6 +20,7 @@ from locret_stream.models.alibi import MOST, Ranks, is_ranked
 from locret_stream.models.asked import join_pairs
 from locret_stream.models.calls import LayerCall
 from locret_stream.models.decoders import layers_of
+from locret_stream.models.latent import latent_of
 from locret_stream.models.mixers import forgetful, mixing
 from locret_stream.models.recurrent import Carried
 from locret_stream.models.refusals import ATTENDING, BLOCKS, why_not
@@ -37,7 +38,8 @@ LATER = 3  # another position of a probe's first id, by which keys before RoPE m
 class Probed:
     """A layer that attends: its number in the decoder, its module, which may be that of others, too (HRM), what it gave
     to attention before RoPE, where its embeddings come from, if it has RoPE, whether something normalises keys behind
-    that, and which layer before, among those that attend, it reads the units of, if it keeps none."""
+    that, which layer before, among those that attend, it reads the units of, if it keeps none, and whether RoPE turns
+    its keys, and not only its index keys."""
 
     number: int
     module: Any
@@ -45,6 +47,15 @@ class Probed:
     source: Source | None
     normed: bool
     reads: int | None = None
+    turns: bool = True
+
+    @property
+    def lead(self) -> int:
+        """How many numbers of a key stand before those that RoPE turns."""
+        if not self.turns:
+            return self.call.k.shape[-1]
+        latent = latent_of(self.module)
+        return 0 if latent is None else latent.width
 
 
 @torch.no_grad()
@@ -88,9 +99,11 @@ def probe(model: PreTrainedModel, decoder: Any, config: Any, rotary: Rotary, ask
                 call.asked.keys, turned.asked.keys, rotary.embeddings(sources[id(module)], call.k)):
             raise UnsupportedModel(f"{type(model).__name__}: the index of layer {number} turns its keys by position in "
                                    f"a way of its own; {why_not(model)}")
-        source = sources[id(module)] if rotates else RANKED if is_ranked(module) else None
+        has = rotates or (call.asked is not None and call.asked.index.turned_at is not None)
+        source = sources[id(module)] if has else RANKED if is_ranked(module) else None
         layers.append(Probed(number, module, call, source,
-                             rotates and not _doubled(call.k[:, :, 0].float(), turned.k[:, :, 0].float()), reads))
+                             rotates and not _doubled(call.k[:, :, 0].float(), turned.k[:, :, 0].float()), reads,
+                             rotates or source is RANKED))
     if carried is None:
         return layers, (), [], out.device
     attend = [module for module, _ in plain]

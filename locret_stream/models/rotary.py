@@ -159,7 +159,9 @@ class Rotary:
             return torch.cat([self.apply(layer, x[..., :dim], cos, sin), of_index], dim=-1)
         if isinstance(source.module, Ranks):
             return shear(x, cos[:, None], sin[:, None])
-        if (lead := self._leads[layer]) or source.in_pairs:
+        if (lead := self._leads[layer]) == dim:
+            return x
+        if lead or source.in_pairs:
             rotate = _rotate_pairs if source.in_pairs else reference.rotate_halves
             stop = lead + cos.shape[-1] * (2 if source.in_pairs else 1)
             turned = rotate(x[..., lead:stop], cos[:, None], sin[:, None])

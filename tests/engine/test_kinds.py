@@ -25,11 +25,13 @@ POLICIES = {"qwen3.5": "h2o", "lfm2": "tova", "granite4-h": "keydiff", "falcon-h
             "glm-5": "h2o", "hy-v4": "keydiff", "minimax-m3": "h2o", "qwen4-exp": "keydiff", "inkling": "h2o",
             "inkling2": "snapkv", "hunyuan": "snapkv", "minimax": "keydiff", "recurrent-gemma": "keydiff",
             "doge": "h2o", "diffllama": "tova", "gptj": "h2o", "codegen": "snapkv", "gpt-neox-japanese": "tova",
-            "falcon": "h2o", "falcon-new": "keydiff", "falcon-alibi": "h2o", "bloom": "keydiff", "mpt": "tova"}
+            "falcon": "h2o", "falcon-new": "keydiff", "falcon-alibi": "h2o", "bloom": "keydiff", "mpt": "tova",
+            "mistral-large4": "snapkv", "glm-5.3": "keydiff"}
 KINDS = ["lfm2", "gemma4-e2b", "deepseek-v3.2", "llama4", "bloom", "hunyuan", "minimax", "recurrent-gemma", "doge",
          "diffllama", "gptj", "qwen3.5", "deepseek-v3", "mimo", "ministral3", "minimax-m3", "falcon-h1", "hrm",
-         "gemma4-moe", "granite4-h", "glm-5", "hy-v4", "qwen4-exp", "inkling", "inkling2", "jamba", "zamba",
-         "falcon-alibi", "falcon-new", "codegen", "mpt", "falcon", "gpt-neox-japanese", "kimi-linear"]
+         "gemma4-moe", "granite4-h", "glm-5", "hy-v4", "qwen4-exp", "mistral-large4", "glm-5.3", "inkling", "inkling2",
+         "jamba", "zamba", "falcon-alibi", "falcon-new", "codegen", "mpt", "falcon", "gpt-neox-japanese",
+         "kimi-linear"]
 WITH_STATE = ["lfm2", "qwen3.5", "minimax", "recurrent-gemma", "jamba", "falcon-h1", "granite4-h", "qwen4-exp",
               "inkling", "zamba", "inkling2", "kimi-linear"]
 UNITS, CHUNK = 20, 8
@@ -262,6 +264,7 @@ def test_gradients_pass_through_what_an_index_chose():
 
         with differentiable(attachment):
             attachment.hidden(torch.arange(20)[None], step).square().sum().backward()
+        assert [index.asked for index in attachment._indexes] == [None, None]
     assert gain.grad
 
 
@@ -300,7 +303,7 @@ def test_a_failure_between_two_halves_of_one_attention_leaves_no_trace(monkeypat
     assert (engine.logits(state) - expected[-1]).abs().max() <= 1e-4
 
 
-@pytest.mark.parametrize("on", some(["lfm2", "deepseek-v3", "gemma4-e2b", "qwen3.5"], 3))
+@pytest.mark.parametrize("on", some(["lfm2", "deepseek-v3.2", "gemma4-e2b", "qwen3.5", "minimax-m3"], 3))
 def test_a_focus_in_front_is_a_function_of_its_ids(on: str):
     """A state does not know of it; whatever the split, replaced at the same place, and when it is loaded."""
     engine, ids, states = engine_of(on), ids_of(3 * CHUNK + 3, seed=6), []
