@@ -7,7 +7,7 @@ import torch
 
 from locret_stream.errors import UnsupportedModel
 from locret_stream.kernels import reference
-from locret_stream.models import attach, detach, masked_attention
+from locret_stream.models import attach, attached, detach, masked_attention
 from locret_stream.models.indexed import Index, choosing_few
 from tests.architectures import make
 from tests.kit import ids_of, stock_logits
@@ -52,6 +52,18 @@ def test_the_self_test_sees_a_wrong_choice(on: str, monkeypatch):
     monkeypatch.setattr(Index, "by_unit", lambda self, choice, total: torch.ones(1, 1, 1, total, dtype=torch.bool))
     with pytest.raises(UnsupportedModel, match="its logits differ"):
         attach(stock)
+
+
+@pytest.mark.parametrize("on", ["deepseek-v3.2", "minimax-m3", "glm-5"])
+def test_whole_texts_attend_to_what_an_index_chooses(on: str):
+    """As heads are trained on them: several at once, each from its beginning."""
+    stock, texts = make(on), torch.tensor([ids_of(30, seed=1), ids_of(30, seed=2)])
+    with attached(stock) as attachment:
+        tables = attachment.tables(30)
+        found = attachment.logits(attachment.hidden(texts, lambda call: call.to_itself(tables, None)))
+    for row, text in zip(found, texts, strict=True):
+        expected = stock_logits(stock, text.tolist())
+        assert (row - expected).square().mean().sqrt() <= 1e-5 * expected.std()
 
 
 def test_a_model_chooses_as_before_when_it_was_tested():
