@@ -2,9 +2,9 @@
 
 First every Triton kernel against its reference (tests/kernels, on the device). Then, beside the bf16 matmul rate and
 the copy bandwidth that this card reaches, Llama-3.1-8B's shape with random bf16 weights and retaining heads of the
-paper's width: the operations for which there are two ways, prefill of 8k to 1M tokens (budget 6,000, chunk 4,096),
-where its time goes, decoding of 1, 8 and 32 contexts at once, with `--peer-python` kvpress' recipe beside ours, and
-stock transformers with full attention at 32k and 128k.
+paper's width: the operations for which there are two ways, attention to latents and to units of other widths, prefill
+of 8k to 1M tokens (budget 6,000, chunk 4,096), where its time goes, decoding of 1, 8 and 32 contexts at once, with
+`--peer-python` kvpress' recipe beside ours, and stock transformers with full attention at 32k and 128k.
 
 `--small` on a CPU takes the torch operations; with LOCRET_KERNELS=triton TRITON_INTERPRET=1 Triton's interpreter. What
 it prints then are no figures of anything.
@@ -36,17 +36,28 @@ from transformers import DynamicCache, LlamaForCausalLM
 from locret_stream.config import Budget, StreamConfig
 from locret_stream.engine import Engine, EngineState, NextToken
 from locret_stream.heads import HeadsConfig, RetainingHeads
-from locret_stream.kernels import torch_ops, uses_triton
+from locret_stream.kernels import (
+    decode_attention,
+    prefill_attention,
+    reduced_attention,
+    reference,
+    torch_ops,
+    uses_triton,
+)
 from locret_stream.models import attach
 from locret_stream.policies import make_policy
 
 LARGE = {"layers": 32, "hidden": 4096, "inner": 14336, "heads": 32, "kv_heads": 8, "dim": 128, "vocab": 128_256,
          "width": 1024, "budget": 6000, "chunk": 4096, "prefill": (8192, 32_768, 131_072, 1_048_576),
          "full": (32_768, 131_072), "batches": (1, 8, 32), "steps": 64, "beside": 131_072, "repeats": 3,
-         "matmul": 8192, "copy": 2**31}
+         "matmul": 8192, "copy": 2**31,
+         # KV heads, query heads of each, numbers of K and of V (0: V is K).
+         "widths": {"DeepSeek-V3": (1, 128, 576, 0), "GLM-4.7-Flash": (1, 20, 576, 0), "MiniCPM3": (1, 40, 288, 0),
+                    "MiMo-V2-Flash": (4, 16, 192, 128), "Gemma 4": (4, 8, 512, 512), "Llama 3.1": (8, 4, 128, 128)}}
 SMALL = {"layers": 2, "hidden": 64, "inner": 96, "heads": 4, "kv_heads": 2, "dim": 16, "vocab": 320,
          "width": 24, "budget": 90, "chunk": 80, "prefill": (320, 640), "full": (160, 240),
-         "batches": (1, 3), "steps": 4, "beside": 400, "repeats": 2, "matmul": 64, "copy": 2**16}
+         "batches": (1, 3), "steps": 4, "beside": 400, "repeats": 2, "matmul": 64, "copy": 2**16,
+         "widths": {"latents": (1, 2, 40, 0), "MiMo": (1, 2, 24, 16)}}
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -72,6 +83,21 @@ class Bench:
             self.wait()
             times.append(time.perf_counter() - started)
         return statistics.median(times)
+
+    def seconds_of_each(self, works: list[Callable[[], Any]]) -> float:
+        """Mean seconds of several calls on different data, which no cache holds; on a GPU as a graph replays them, so
+        without their start in Python."""
+        def all_of_them() -> None:
+            for work in works:
+                work()
+
+        if not self.cuda:
+            return self.seconds(works[0], 1)
+        all_of_them()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            all_of_them()
+        return self.seconds(graph.replay) / len(works)
 
     @functools.cached_property
     def model(self) -> LlamaForCausalLM:
@@ -299,7 +325,50 @@ def choices(bench: Bench) -> dict[str, float]:
     return {name: 1e3 * bench.seconds(way, 10) for name, way in ways.items()}
 
 
-SECTIONS = (kernels, card, choices, prefill, parts, decode, beside, full)
+def widths(bench: Bench) -> dict[str, Any]:
+    """Attention of one layer of models whose K and V have other widths, and of Llama beside them."""
+    return {name: one_layer(bench, *shape) for name, shape in bench.sizes["widths"].items()}
+
+
+@torch.no_grad()
+def one_layer(bench: Bench, heads: int, groups: int, key: int, value: int) -> dict[str, float]:
+    """Milliseconds of a chunk, of the newest token of some contexts, and of the sums that policies ask for; `spec`: as
+    the numeric specification has it, in torch. Then the shares of this card's rate of products and of its bandwidth."""
+    sizes = bench.sizes
+    new, most, count, scale = sizes["chunk"], max(sizes["batches"]), sizes["budget"] + sizes["chunk"], key**-0.5
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, device=bench.device, dtype=bench.dtype)
+
+    keys, q = random(most, heads, count, key), random(new, heads * groups, key).transpose(0, 1)
+    values, tokens = random(most, heads, count, value) if value else keys, random(most, heads * groups, 1, key)
+    ranks, lengths = torch.arange(sizes["budget"], count, device=bench.device), torch.full((most,), count)
+    lengths, slots = lengths.to(bench.device), torch.arange(most, device=bench.device)
+
+    def chunk(attend: Callable[..., Any]) -> Any:
+        return attend(q, keys[0], values[0], scale)
+
+    def token(attend: Callable[..., Any], own: torch.Tensor) -> Any:
+        return attend(tokens[:len(own)], keys, values, own, lengths[:len(own)], scale)
+
+    row = {"prefill": bench.seconds(lambda: chunk(prefill_attention), 5 if bench.cuda else 1),
+           "prefill spec": bench.seconds(lambda: chunk(reference.prefill_attention), 2),
+           "reduced": bench.seconds(lambda: reduced_attention(q, keys[0], scale, ranks), 3 if bench.cuda else 1),
+           "decode 1 spec": bench.seconds(lambda: token(reference.decode_attention, slots[:1]), 3)}
+    for size in sizes["batches"]:
+        row[f"decode {size}"] = bench.seconds_of_each([
+            functools.partial(token, decode_attention, slots.roll(-size * turn)[:size]) for turn in range(8)])
+    row = {name: 1e3 * seconds for name, seconds in row.items()}
+    if "card" in bench.results:
+        best, width = bench.results["card"], key + (value or key)
+        operations = 2 * heads * groups * width * new * (sizes["budget"] + (new + 1) / 2)
+        row["share_of_matmul"] = operations / row["prefill"] / 1e9 / best["matmul_tflops"]
+        row["share_of_bandwidth"] = (most * heads * count * (key + value) * keys.element_size() / row[f"decode {most}"]
+                                     / 1e6 / best["copy_gb_per_s"])
+    return row
+
+
+SECTIONS = (kernels, card, choices, widths, prefill, parts, decode, beside, full)
 
 
 def main() -> None:

@@ -21,8 +21,8 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def gpu_small(**env: str) -> dict[str, Any]:
-    done = run_python("benchmarks/gpu.py", "--small", "--only", "card,prefill,parts,decode,full,choices",
-                      env=os.environ | {"PYTHONPATH": str(ROOT)} | env)
+    done = run_python("benchmarks/gpu.py", "--small", "--only", "card,prefill,parts,decode,full,choices,widths",
+                      env=os.environ | {"PYTHONPATH": str(ROOT)} | env, timeout_s=600)
     assert done.returncode == 0, done.stderr[-3000:]
     told = json.loads(done.stdout)
     assert told["command"].startswith("python benchmarks/gpu.py --small ")
@@ -38,6 +38,9 @@ def expect_whole(found: dict[str, Any]) -> None:
     assert found["parts"]["parts_ms"].keys() >= {"attention", "heads", "selection", "compaction", "projections"}
     assert found["decode"]["1"]["ms_per_step"] > 0 and found["decode"]["3"]["share_of_bandwidth"] > 0
     assert found["full"].keys() == {"160", "240"}
+    for row in found["widths"].values():
+        assert row.keys() == {"prefill", "prefill spec", "reduced", "decode 1", "decode 3", "decode 1 spec",
+                              "share_of_matmul", "share_of_bandwidth"} and min(row.values()) > 0
 
 
 @pytest.mark.thorough
