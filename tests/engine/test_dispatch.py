@@ -5,6 +5,7 @@ Small on purpose, as the interpreter is slow. `-m slow` runs the whole of test_l
 
 from __future__ import annotations
 
+import importlib
 import os
 from pathlib import Path
 
@@ -138,6 +139,22 @@ def test_other_kinds_of_layers_are_exact_while_it_fits(triton, on: str, monkeypa
         rows.append(engine.logits(state))
     expected = stock_logits(model(on), ids)[[8, 9, 10, 11]]
     torch.testing.assert_close(torch.stack(rows), expected, rtol=2e-5, atol=2e-5)
+
+
+def test_a_latent_is_loaded_once_for_k_and_v(triton, monkeypatch):
+    """The kernels see by their memory that V is K: of a chunk, of some tokens, and of one."""
+    cut: list[dict[str, int]] = []
+    for operation in ("prefill_attention", "decode_attention"):
+        module = importlib.import_module(f"locret_stream.kernels.triton.{operation}")
+        monkeypatch.setattr(module, "tiles_of", lambda *args, real=module.tiles_of, **more: cut.append(
+            real(*args, **more)) or cut[-1])
+    engine = engine_of("streaming_llm", "deepseek-v3")
+    state = engine.open(0)
+    feed(engine, state, ids_of(CHUNK))
+    for count in (3, 1):
+        feed(engine, state, ids_of(count))
+        engine.logits(state)
+    assert len(cut) == 3 * engine.shape.layers and all(tiles["TIED"] for tiles in cut)
 
 
 @pytest.mark.parametrize("on", ["llama", "gpt-oss"])
