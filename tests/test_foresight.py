@@ -67,6 +67,18 @@ def test_layers_that_no_twin_has_are_of_forms_that_it_has(layers: int):
         assert found.shape == attachment.shape
 
 
+def test_experts_in_a_stack_are_made_once():
+    """Many of them take the room and the time of a few."""
+    dtype = torch.bfloat16
+    config = tf.Qwen3MoeConfig(**BASE, head_dim=16, num_experts=64, num_experts_per_tok=8, moe_intermediate_size=128)
+    made = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    found = foresee(lambda: AutoModelForCausalLM.from_config(config, dtype=dtype, experts_implementation="eager"),
+                    torch.device("cpu"))
+    with attached(made) as attachment:
+        assert (found.shape, found.dtype, found.key_copies) == (attachment.shape, dtype, attachment.key_copies)
+    assert found.weights == made.num_parameters() and config.num_hidden_layers == BASE["num_hidden_layers"]
+
+
 @pytest.mark.parametrize(("name", "options"), [
     *((name, {}) for name in KINDS), ("llama", {"policy": "h2o", "store_bits": 4}),
     *(pytest.param(name, options, marks=pytest.mark.thorough) for name, options in (

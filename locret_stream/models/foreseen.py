@@ -3,8 +3,8 @@
 The model is made of its config on the meta device, whole, where tensors have a shape and no values. Of its layers the
 first ones stay that show every form of layer there is; these get random numbers, and are attached and tried as any
 model is. So what is told, and the reason where a model is refused, are those of attaching itself; the layers behind are
-of forms that were seen. Modules of one name and shape share their numbers, and of embeddings and stacked experts few
-rows are made, so that of a large model one layer's weights are filled, and not one byte of a checkpoint is read.
+of forms that were seen. Modules of one name and shape share their numbers, embeddings overlap, and of stacked experts
+one is made, so that of a large model one layer's weights are filled, and not one byte of a checkpoint is read.
 """
 
 from __future__ import annotations
@@ -80,15 +80,21 @@ def foresee(make: Callable[[], PreTrainedModel], device: torch.device) -> Forese
     Attachment._check(model)
     decoder = decoder_of(model)
     weights = sum(parameter.numel() for parameter in model.parameters())
-    forms = [_form(layer, number) for number, layer in enumerate(layers_of(decoder))]
+    layers = layers_of(decoder)
+    by_layer = [value for value in vars(decoder.config).values()
+                if isinstance(value, (list, tuple)) and len(value) == len(layers)]
+    forms = [(_form(layer, number), *(repr(value[number]) for value in by_layer))
+             for number, layer in enumerate(layers)]
     seen = [forms.index(form) for form in forms]
     dtypes = {name: parameter.dtype for name, _, _, parameter in _parameters(model)}
     with _cut(model, decoder, max(seen) + 1):
         _fill(model, device, {})
+        spare = _sparable(model)
         attachment = attach(model)  # which tries it
         try:
             if {*dtypes.values()} != {torch.float32}:
                 _fill(model, device, dtypes)
+                spare()
                 attachment = Attachment(model, "auto")
             return _extended(attachment, seen, weights, device, wraps=model.config.get_text_config(decoder=True)
                              is not model.config)
@@ -144,6 +150,7 @@ def _cut(model: PreTrainedModel, decoder: Any, layers: int) -> Iterator[None]:
     """Leave the first layers of the decoder alone, and of the output embeddings the first rows. Inside of the block the
     config, which is the caller's, has as many. Decoders with layers of another name keep all: these are old, or run
     them in an order of their own (HRM)."""
+    whole = len(layers_of(decoder))
     if isinstance(getattr(decoder, "layers", None), nn.ModuleList):
         decoder.layers = decoder.layers[:layers]
     else:
@@ -154,11 +161,12 @@ def _cut(model: PreTrainedModel, decoder: Any, layers: int) -> Iterator[None]:
         if parameter is not None:
             head._parameters[name] = nn.Parameter(parameter[:rows], requires_grad=False)
     head.out_features = rows
-    configs: list[Any] = [decoder.config, model.config.get_text_config(decoder=True)]
+    configs: list[Any] = list({id(config): config for config in (
+        decoder.config, model.config.get_text_config(decoder=True))}.values())
     before = [config.num_hidden_layers for config in configs]
     try:
         for config in configs:
-            config.num_hidden_layers = layers
+            config.num_hidden_layers = config.num_hidden_layers * layers // whole  # several may be one module
         yield
     finally:
         for config, count in zip(configs, before, strict=True):
@@ -181,8 +189,9 @@ def _fill(model: PreTrainedModel, device: torch.device, dtypes: Mapping[str, tor
         if key not in made:
             wanted = dtypes.get(name, torch.float32) if parameter.is_floating_point() else parameter.dtype
             made[key] = nn.Parameter(_numbers(module, parameter, drawn, len(made), wanted), requires_grad=False)
-            made[key]._is_hf_initialized = _is_matrix(module, parameter)  # type: ignore[attr-defined]
+            made[key]._is_hf_initialized = parameter.dim() > 1  # type: ignore[attr-defined]
         module._parameters[own] = made[key]
+    _choose_alike(model)
     for module in model.modules():
         for own, buffer in module._buffers.items():
             if buffer is not None and buffer.is_meta:
@@ -190,7 +199,45 @@ def _fill(model: PreTrainedModel, device: torch.device, dtypes: Mapping[str, tor
     model.initialize_weights()
     for at, parameter in enumerate(made.values()):
         if not parameter._is_hf_initialized and parameter.is_floating_point():  # type: ignore[attr-defined]
-            parameter.add_(0.1 * drawn[:parameter.numel()].roll(at).view(parameter.shape))
+            parameter.add_(0.1 * _tiled(drawn, parameter.shape, at))
+
+
+def _stacks(model: nn.Module) -> Iterator[tuple[str, nn.Module, int]]:
+    """Modules that hold a stack of experts, which is one many times, and how many."""
+    for path, module in model.named_modules():
+        counts = {parameter.shape[0] for parameter in module._parameters.values()
+                  if parameter is not None and parameter.dim() == 3 and not parameter.stride(0)}
+        if counts:
+            yield path, module, counts.pop()
+
+
+def _choose_alike(model: nn.Module) -> None:
+    """Let all tokens choose the same experts, as those of a stack are alike and each that is chosen takes its time: of
+    the module around a stack, the matrix that has a row for each expert is zero."""
+    for path, _, count in list(_stacks(model)):
+        for parameter in model.get_submodule(path.rpartition(".")[0]).parameters():
+            if parameter.dim() == 2 and parameter.shape[0] == count:
+                parameter.zero_()
+
+
+def _sparable(model: nn.Module) -> Callable[[], None]:
+    """Look, in forwards from now on, whether experts give what they take, in shape and dtype; what is returned then
+    lets them give zeros. Half precision takes CPUs long, and the second pass is about dtypes alone."""
+    stacks, alike = [module for _, module, _ in _stacks(model)], list[bool]()
+
+    def look(_: nn.Module, given: tuple[Any, ...], out: object) -> None:
+        alike.append(isinstance(out, Tensor) and bool(given) and out.shape == given[0].shape
+                     and out.dtype == given[0].dtype)
+
+    hooks = [module.register_forward_hook(look) for module in stacks]
+
+    def spare() -> None:
+        for hook in hooks:
+            hook.remove()
+        for module in stacks if alike and all(alike) else ():
+            module.forward = lambda hidden, *_, **__: torch.zeros_like(hidden)
+
+    return spare
 
 
 def _parameters(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Parameter]]:
@@ -200,19 +247,20 @@ def _parameters(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Para
                 yield f"{path}.{own}", module, own, parameter
 
 
-def _is_matrix(module: nn.Module, parameter: Tensor) -> bool:
-    """Whether it is a weight of a projection, of embeddings, or of experts in a stack."""
-    return (isinstance(module, (nn.Linear, nn.Embedding)) and parameter.dim() == 2) or (
-        parameter.dim() == 3 and not isinstance(module, nn.modules.conv._ConvNd) and min(parameter.shape[1:]) > 1)
-
-
 def _numbers(module: nn.Module, parameter: Tensor, drawn: Tensor, at: int, dtype: torch.dtype) -> Tensor:
     """Numbers for a parameter; `at` makes those of several differ."""
     shape = parameter.shape
-    if not _is_matrix(module, parameter):
+    if parameter.dim() < 2:
         return torch.zeros(shape, dtype=dtype, device=drawn.device)
-    if isinstance(module, nn.Embedding) and shape.numel() > len(drawn):  # rows overlap: each is a number further on
-        return drawn.to(dtype).repeat(-(-sum(shape) // len(drawn))).as_strided(shape, (1, 1))
-    count, start, scale = shape[-2:].numel(), at * 7919 % len(drawn), shape[-1] ** -0.5
-    tiled = (drawn * scale).to(dtype).repeat(-(-(count + start) // len(drawn)))[start:start + count].view(shape[-2:])
-    return tiled.expand(shape)  # experts of a stack are alike
+    drawn = (drawn * shape[-1] ** -0.5).to(dtype)
+    if shape.numel() <= len(drawn):
+        return _tiled(drawn, shape, at)
+    if isinstance(module, nn.Embedding):  # rows overlap: each is a number further on
+        return drawn.repeat(-(-sum(shape) // len(drawn))).as_strided(shape, (1, 1))
+    return _tiled(drawn, shape[-2:], at).expand(shape)  # experts of a stack are alike
+
+
+def _tiled(drawn: Tensor, shape: torch.Size, at: int) -> Tensor:
+    """The numbers that were drawn, over and over, from one on that `at` tells."""
+    count, start = shape.numel(), at * 7919 % len(drawn)
+    return drawn.repeat(-(-(count + start) // len(drawn)))[start:start + count].view(shape)
