@@ -174,6 +174,12 @@ def _compared(model: PreTrainedModel, stock: PreTrainedModel, attachment: Attach
             return gap
     if attachment.dtype.itemsize < 4 and not attachment.quantised and gap <= OF_ROUNDING and _right_in_float32(model):
         return gap
+    alone = shadow(model)(ids[None, :PIECES[0]], use_cache=False).logits
+    if (ahead := _gap(alone, expected[:, :PIECES[0]], expected.std())) > AMPLIFIED * tolerance:
+        raise UnsupportedModel(
+            f"{type(model).__name__}: what it computes of a text depends on what comes after it: the logits of the "
+            f"first {PIECES[0]} tokens differ by {ahead:.3g} standard deviations (root mean square) from those of "
+            "these alone; expected a causal model")
     raise UnsupportedModel(
         f"{type(model).__name__}: with a full budget its logits differ from the stock model's by {gap:.3g} "
         f"standard deviations (root mean square); expected at most {tolerance:g} in {attachment.dtype}. Its "

@@ -317,9 +317,16 @@ class Tagged(tf.LlamaForCausalLM):
 @pytest.mark.parametrize("kind", [ByPosition, Tagged])
 def test_refuses_tampered_logits_and_says_by_how_much(kind):
     tampered = kind(tf.LlamaConfig(**BASE)).eval()
-    with pytest.raises(UnsupportedModel, match=rf"{kind.__name__}: with a full budget its logits differ .* by \d"):
+    with pytest.raises(UnsupportedModel, match=rf"{kind.__name__}: .*(its logits|first 9 tokens) differ .*by \d"):
         attach(tampered)
     assert tampered not in attaching._attached or not attaching._attached[tampered]
+
+
+def test_a_model_that_looks_ahead_is_refused_by_that():
+    """Doge's experts are chosen by sums over several tokens, in transformers."""
+    config = tf.DogeConfig(**BASE, is_moe=True, num_experts=16, num_experts_per_tok=2)
+    with pytest.raises(UnsupportedModel, match="depends on what comes after it: the logits of the first 9 tokens"):
+        attach(make("doge", config=config))
 
 
 def test_refuses_attention_that_looks_at_absolute_positions(stock):
