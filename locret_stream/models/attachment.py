@@ -151,6 +151,10 @@ class Attachment:
         self._numbers = [layer.number for layer in layers]
         self.places = [Place(layer.call.k.device, layer.call.k.dtype) for layer in layers]
         self.shape = shape_of(model, self._config, layers, most, sum(each.bytes for each in self.states))
+        if all(unit.sliding for unit in self.shape.units) and self._scales_by_position():
+            raise UnsupportedModel(
+                f"{type(model).__name__}: it scales its queries by position, and each of its layers forgets what is "
+                "behind its window, so that no layer's ranks tell a position; expected a layer without a window")
         self._rotary.set_layers(self._attentions, [layer.source for layer in layers], self.places,
                                 [unit.key_dim for unit in self.shape.units],
                                 [layer.lead for layer in layers],
@@ -327,6 +331,13 @@ class Attachment:
         finally:
             self._asked = None
         return asked[0][1].q
+
+    @torch.no_grad()
+    def _scales_by_position(self) -> bool:
+        """Whether queries before RoPE depend on the position: those at the model's last one, and at its first."""
+        ids = torch.arange(3, device=self.device)[None]
+        at_each = [self._ask(ids, self.carry(), start)[1] for start in (0, self.shape.window - ids.shape[1])]
+        return any(not torch.equal(early.q, late.q) for (_, early), (_, late) in zip(*at_each, strict=True))
 
     @torch.no_grad()
     def _probe_head(self) -> bool:

@@ -161,6 +161,20 @@ def test_a_norm_behind_rope_that_reads_its_weights_otherwise_is_refused(monkeypa
         attach(make("hunyuan"))
 
 
+@pytest.mark.parametrize("beta", [0.0, 0.1])
+def test_refuses_scaling_by_position_where_no_layer_tells_a_position(beta):
+    """With a window in every layer, ranks stop growing, and the scale would."""
+    config = CONFIGS["ministral3"]()
+    config.sliding_window = 30
+    config.rope_parameters["llama_4_scaling_beta"] = beta
+    stock = make("", config=config)
+    if beta:
+        with pytest.raises(UnsupportedModel, match="scales its queries by position, and each of its layers forgets"):
+            attach(stock)
+    else:
+        assert attach(stock).shape.sliding == (30, 30, 30)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("folder", ["locret_stream/assets/bundled", "research/models/recall"])
 @pytest.mark.thorough(but=2)
