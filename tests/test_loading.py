@@ -23,6 +23,7 @@ from locret_stream.config import Budget
 from locret_stream.models import attach, attached, detach, named_weights
 from locret_stream.models.architecture import settings
 from locret_stream.named_models.one_at_a_time import one_at_a_time
+from locret_stream.runtime.loading import drop_towers
 from locret_stream.snapshot import Identity
 from locret_stream.snapshot.identity import digest_tensors, settings_text
 from locret_stream.training import Example, TrainConfig, train_heads
@@ -568,6 +569,15 @@ async def test_a_wrapper_whose_language_model_has_the_head_is_served(tmp_path: P
             assert (found - stock_logits(stock, ids)).abs().max() <= 1e-5
             sizes.append(runtime.model.num_parameters())
     assert sizes[0] < sizes[1], "no tower is held"
+
+
+def test_what_the_text_s_own_forward_asks_stays_when_towers_go():
+    """Gemma 3n asks its embedders which ids are those of images, also of a text without any."""
+    stock = multimodal()
+    stock.model.embed_vision = torch.nn.Linear(2, 2)
+    stock.model.embed_vision.vocab_offset = 400
+    drop_towers(stock)
+    assert stock.model.vision_tower is None and stock.model.embed_vision is not None
 
 
 async def test_a_memory_of_a_multimodal_model_is_that_of_its_text(tmp_path: Path):

@@ -129,7 +129,8 @@ def class_of(config: Any, options: Mapping[str, Any]) -> Any:
 
 def drop_towers(model: Any) -> None:
     """Take out of a multimodal model what reads images and sounds: it takes memory, and text does not need it. Its
-    weights lie in mapped files, so that they were not read yet."""
+    weights lie in mapped files, so that they were not read yet. What embeds ids from an offset in the vocabulary on is
+    small, and stays: the model asks it which of a text's ids are its own (Gemma 3n)."""
     from torch import nn
 
     from locret_stream.models.decoders import decoder_of
@@ -139,8 +140,8 @@ def drop_towers(model: Any) -> None:
         return
     needed = decoder, model.get_output_embeddings()
     for name, child in list(base.named_children()):
-        if any(True for _ in child.parameters()) and not any(each is module for module in child.modules()
-                                                             for each in needed):
+        if any(True for _ in child.parameters()) and not hasattr(child, "vocab_offset") and not any(
+                each is module for module in child.modules() for each in needed):
             setattr(base, name, None)
 
 
