@@ -51,8 +51,14 @@ def _command() -> str:
     return shlex.join(["python", *script, *sys.argv[1:]])
 
 
-def record(name: str, result: dict[str, Any], *, keep: bool, results: Path = RESULTS) -> None:
-    """Print the result as one JSON object with its circumstances; with `keep` also write it to `results`/NAME.json."""
+def record(name: str, result: dict[str, Any], *, keep: bool, results: Path = RESULTS, shown: bool = True
+           ) -> dict[str, Any]:
+    """Print the result as one JSON object with its circumstances, which is returned; with `keep` also write it to
+    `results`/NAME.json.
+
+    Args:
+        shown: whether to print it.
+    """
     changed = _git("status", "--porcelain", ":(top)*.py", ":(top)*.toml", ":(top)*.sh", ":(top)locret_stream")
     whole = {
         "command": _command(),
@@ -66,7 +72,9 @@ def record(name: str, result: dict[str, Any], *, keep: bool, results: Path = RES
         "result": result,
     }
     text = json.dumps(whole, indent=1)
-    print(text)
+    if shown:
+        print(text)
     if keep:
-        results.mkdir(exist_ok=True)
+        results.mkdir(parents=True, exist_ok=True)
         (results / f"{name}.json").write_text(text + "\n")
+    return whole
