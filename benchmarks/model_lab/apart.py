@@ -29,7 +29,7 @@ def apart(work: Callable[[], Any], *, quiet: bool = True, limit_s: float = LIMIT
     """
     forks = multiprocessing.get_context("fork")
     here, there = forks.Pipe(duplex=False)
-    process = forks.Process(target=_run, args=(work, there, quiet), daemon=True)
+    process = forks.Process(target=_run, args=(work, there, quiet, limit_s), daemon=True)
     process.start()
     there.close()
     try:
@@ -45,7 +45,8 @@ def apart(work: Callable[[], Any], *, quiet: bool = True, limit_s: float = LIMIT
         here.close()
 
 
-def _run(work: Callable[[], Any], there: Any, quiet: bool) -> None:
+def _run(work: Callable[[], Any], there: Any, quiet: bool, limit_s: float) -> None:
+    signal.alarm(int(limit_s) + 5)  # should the process that waits be killed, so that it can end nothing
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that waits, which ends this one
     if sys.platform == "linux":  # elsewhere address space is not what limits memory
         resource.setrlimit(resource.RLIMIT_AS, (LIMIT_BYTES, LIMIT_BYTES))

@@ -140,8 +140,9 @@ def state(each: Mapping[str, Any]) -> str:
 
 
 def reason(says: str) -> str:
-    """The first clause of an error, without the names of the error and the class."""
+    """The first clause of an error, without the names of the error and the class and without what this memory is."""
     said = re.sub(r"^(?:\w+(?:Error|Model|Exceeded|Mismatch): )?(?:\w+(?: \([^)]*\))?: )?", "", says)
+    said = re.sub(r"^layer \d+ would hold [^,]*, ", "", said)
     return re.split(r"[;:(]|, (?:which|as|so|whose|and its)\b", said)[0].strip().rstrip(".,")
 
 
