@@ -86,8 +86,9 @@ def gemma4(draw: st.DrawFn) -> Config:
     return partial(
         tf.Gemma4TextConfig, **fields, layer_types=types, head_dim=draw(WIDTHS),
         global_head_dim=draw(st.sampled_from([8, 16, 32])), num_global_key_value_heads=draw(st.sampled_from([None, 1])),
-        attention_k_eq_v=draw(st.booleans()), num_kv_shared_layers=shared, hidden_size_per_layer_input=draw(st.sampled_from([0, 16])),
-        vocab_size_per_layer_input=401, sliding_window=draw(WINDOWS), use_double_wide_mlp=draw(st.booleans()),
+        attention_k_eq_v=draw(st.booleans()), num_kv_shared_layers=shared,
+        hidden_size_per_layer_input=draw(st.sampled_from([0, 16])), vocab_size_per_layer_input=401,
+        sliding_window=draw(WINDOWS), use_double_wide_mlp=draw(st.booleans()),
         **draw(st.sampled_from([{}, dict(enable_moe_block=True, num_experts=4, top_k_experts=2,
                                          moe_intermediate_size=16)])))
 
@@ -140,9 +141,9 @@ def ministral3(draw: st.DrawFn) -> Config:
 def deepseek_v3(draw: st.DrawFn) -> Config:
     return partial(
         tf.DeepseekV3Config, **draw(base(latent=True)), q_lora_rank=draw(st.sampled_from([None, 24])),
-        kv_lora_rank=draw(WIDTHS), qk_nope_head_dim=draw(WIDTHS), qk_rope_head_dim=draw(st.sampled_from([4, 8])), v_head_dim=draw(WIDTHS),
-        rope_interleave=draw(st.booleans()), n_routed_experts=4, num_experts_per_tok=2, n_group=1, topk_group=1,
-        first_k_dense_replace=draw(st.integers(0, 2)), moe_intermediate_size=16)
+        kv_lora_rank=draw(WIDTHS), qk_nope_head_dim=draw(WIDTHS), qk_rope_head_dim=draw(st.sampled_from([4, 8])),
+        v_head_dim=draw(WIDTHS), rope_interleave=draw(st.booleans()), n_routed_experts=4, num_experts_per_tok=2,
+        n_group=1, topk_group=1, first_k_dense_replace=draw(st.integers(0, 2)), moe_intermediate_size=16)
 
 
 @st.composite
