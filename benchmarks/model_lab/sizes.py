@@ -55,7 +55,7 @@ OF_TEXT: dict[str, Any] = {
     **_all(IfSet(16), "kv_lora_rank indexer_head_dim"),
     **_all(16, "qk_nope_head_dim v_head_dim index_head_dim"),
     **_all(8, "qk_rope_head_dim"),
-    **_all(4, "index_n_heads"),
+    **_all(16, "index_n_heads"),  # of few none may score above 0: of equal scores torch chooses by the row's length
     **_all(IfSet(4), "indexer_n_heads"),
     # recurrent layers
     **_all(16, "linear_key_head_dim linear_value_head_dim linear_head_dim mamba_d_state mamba_d_head mamba_chunk_size "

@@ -187,6 +187,15 @@ def test_noise_is_no_gain_and_a_gain_is():
     assert exceeds([2.0, 3.0], [1.0, 2.0], [1, 1], 1e-9)
 
 
+def test_with_equal_weights_the_test_of_a_difference_is_students():
+    """Of differences 1, 2 and 4 t is mean / (s / sqrt(3)); with two degrees of freedom P(T > t) has a closed form."""
+    mean, variance = 7 / 3, ((1 - 7 / 3) ** 2 + (2 - 7 / 3) ** 2 + (4 - 7 / 3) ** 2) / 2
+    t = mean / (variance / 3) ** 0.5
+    chance = 0.5 - t / (2 * (2 + t * t) ** 0.5)
+    for factor, found in ((1.01, True), (0.99, False)):
+        assert exceeds([1.0, 2.0, 4.0], [0.0, 0.0, 0.0], [1, 1, 1], factor * chance) == found
+
+
 def test_an_envelope_is_the_convex_hull_and_of_noise_its_first_point():
     rng = random.Random(1)
     for _ in range(200):
