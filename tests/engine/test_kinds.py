@@ -106,7 +106,7 @@ def test_contexts_decode_together_as_alone(on: str):
         assert_same(engine.export(state), engine.export(again))
 
 
-@pytest.mark.parametrize("on", some(KINDS, 6))
+@pytest.mark.parametrize("on", some(KINDS, 8))
 @pytest.mark.parametrize("policy", ["streaming_llm", "h2o"])
 def test_the_formula_is_what_the_tensors_take(on: str, policy: str):
     engine = engine_of(on, policy)
