@@ -155,6 +155,7 @@ def test_earlier_digests_stay_what_they_were():
     for made, digest in ((frame(PLAIN), "e26fb035087d4e1bba019fe86c4fe2ad"),
                          (frame(PLAIN, acknowledge=None), "d8f5f87bfd4abadae043b49e1021da9e"),
                          (frame(None), "fc814c2be0b41bc797b9ff2d6ff513a0"),
+                         (frame(PLAIN, eos_token="<|end|>"), "9a3cd6d0e5102027e29f33e9ff324e87"),  # closes otherwise
                          (frame(DATED), "f17889f5c6fcce0addee8b8fe2f22ede")):  # of 28 November 2026
         assert made.written(digest_text).is_of(digest, datetime(2026, 11, 28, 17).timestamp())
 
