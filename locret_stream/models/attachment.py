@@ -334,9 +334,10 @@ class Attachment:
 
     @torch.no_grad()
     def _scales_by_position(self) -> bool:
-        """Whether queries before RoPE depend on the position: those at the model's last one, and at its first."""
+        """Whether queries before RoPE depend on the position: those at the model's last ones, and at its first, but for
+        the very first, where recurrent layers may begin anew (RecurrentGemma)."""
         ids = torch.arange(3, device=self.device)[None]
-        at_each = [self._ask(ids, self.carry(), start)[1] for start in (0, self.shape.window - ids.shape[1])]
+        at_each = [self._ask(ids, self.carry(), start)[1] for start in (1, self.shape.window - ids.shape[1])]
         return any(not torch.equal(early.q, late.q) for (_, early), (_, late) in zip(*at_each, strict=True))
 
     @torch.no_grad()

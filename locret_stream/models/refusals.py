@@ -36,7 +36,7 @@ def _reason(model: nn.Module, config: Any) -> str:
         return ("its positions are learned embeddings, which are added to tokens before the first layer: a unit that "
                 "moves to another rank would keep the position that it had")
     kinds = _kinds(config)
-    if _recurrent(config):
+    if _recurrent(config) or (getattr(model, "_is_stateful", False) and not hasattr(config, "num_attention_heads")):
         return ("it is recurrent, without attention: its state is of a fixed size already, so that there is nothing to "
                 "evict and this library has nothing to add")
     unknown = sorted({*kinds} - {*ATTENDING, *_CHOOSING, "linear_attention", "conv", "dummy"})
