@@ -201,14 +201,22 @@ OTHERWISE_BUILT = {
 CONFIGS = PLAIN | STATEFUL | BY_LAYER | LATENT | INDEXED | BIASED | BEHIND_ROPE | OWN | OTHERWISE_BUILT
 
 
+def text_of(config: PreTrainedConfig) -> type:
+    """The class of transformers that reads its text."""
+    return AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
+
+
 def make(name: str, *, attn: str | None = None, dtype: torch.dtype = torch.float32, seed: int = 0,
          config: PreTrainedConfig | None = None) -> PreTrainedModel:
     """A random model whose weights are large enough that attention matters; `config` takes the place of the named."""
     config = config or CONFIGS[name]()
-    kind = AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
-    model = kind.from_config(config, attn_implementation=attn, dtype=dtype)
+    model = text_of(config).from_config(config, attn_implementation=attn, dtype=dtype)
+    kept = model._get_dtype_plan(dtype)  # what `from_pretrained` would load in float32 (Inkling 2)
     noise = torch.Generator().manual_seed(seed + 1)
     for parameter in model.parameters():
         draw = torch.randn(parameter.shape, generator=noise).to(dtype)
         parameter.data = parameter.data + 0.1 * draw if parameter.dim() == 1 else draw * parameter.shape[-1] ** -0.5
+    for name, parameter in model.named_parameters():
+        if any(part in name for part in kept):
+            parameter.data = parameter.data.float()
     return model.eval()

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from locret_stream import Runtime, UnsupportedModel
 from locret_stream.models import attach, attached, foresee
 from locret_stream.runtime.foresight import weights_bytes
-from tests.architectures import BASE, CONFIGS, make
+from tests.architectures import BASE, CONFIGS, make, text_of
 from tests.cli.command import invoke, mistake
 from tests.context.support import tokenizer
 from tests.test_without_heads import of_kind
@@ -44,7 +44,7 @@ def without_weights(folder: Path, to: Path) -> Path:
 @pytest.mark.parametrize("name", some([name for name in CONFIGS if name != SLOW], KINDS))
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.thorough)])
 def test_shape_states_and_copies_are_those_of_the_attached_model(name: str, dtype: torch.dtype):
-    found = foresee(lambda: AutoModelForCausalLM.from_config(CONFIGS[name](), dtype=dtype), torch.device("cpu"))
+    found = foresee(lambda: text_of(config := CONFIGS[name]()).from_config(config, dtype=dtype), torch.device("cpu"))
     with attached(make(name, dtype=dtype)) as attachment:
         assert found.shape == attachment.shape and found.key_copies == attachment.key_copies
         assert [(state.name, state.shape, state.dtype) for state in found.states] == [
@@ -109,9 +109,11 @@ async def test_the_bytes_are_those_of_a_runtime_that_holds_the_weights(name: str
 
 REFUSED = {
     "gpt2": lambda: tf.GPT2Config(vocab_size=401, n_embd=64, n_layer=2, n_head=4),
-    "bloom": lambda: tf.BloomConfig(vocab_size=401, hidden_size=64, n_layer=2, n_head=4),
+    "cpmant": lambda: tf.CpmAntConfig(vocab_size=401, hidden_size=64, num_attention_heads=4, dim_head=16,
+                                      num_hidden_layers=2, dim_ff=96),
     "mamba": lambda: tf.MambaConfig(vocab_size=401, hidden_size=64, num_hidden_layers=2),
-    "hunyuan": lambda: tf.HunYuanDenseV1Config(**BASE, head_dim=16),
+    "hunyuan": lambda: tf.HunYuanDenseV1Config(**BASE, head_dim=16, rope_parameters=dict(
+        rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=64)),
 }
 
 

@@ -86,13 +86,13 @@ def foresee(make: Callable[[], PreTrainedModel], device: torch.device) -> Forese
     forms = [(_form(layer, number), *(repr(value[number]) for value in by_layer))
              for number, layer in enumerate(layers)]
     seen = [forms.index(form) for form in forms]
-    dtypes = {name: parameter.dtype for name, _, _, parameter in _parameters(model)}
+    dtypes = _dtypes(model)
     with _cut(model, decoder, max(seen) + 1):
         _fill(model, device, {})
         spare = _sparable(model)
         attachment = attach(model)  # which tries it
         try:
-            if {*dtypes.values()} != {torch.float32}:
+            if any(dtype.is_floating_point and dtype != torch.float32 for dtype in dtypes.values()):
                 _fill(model, device, dtypes)
                 spare()
                 attachment = Attachment(model, "auto")
@@ -178,7 +178,7 @@ def _fill(model: PreTrainedModel, device: torch.device, dtypes: Mapping[str, tor
     their modules begin with and some noise, as a norm of ones alone would hide what it does.
 
     Args:
-        dtypes: of parameters by name; others are of float32.
+        dtypes: of parameters and buffers by name; others are of float32.
     """
     drawn = torch.randn(FILLED, generator=torch.Generator().manual_seed(SEED)).to(device)
     made: dict[object, nn.Parameter] = {}
@@ -192,14 +192,25 @@ def _fill(model: PreTrainedModel, device: torch.device, dtypes: Mapping[str, tor
             made[key]._is_hf_initialized = parameter.dim() > 1  # type: ignore[attr-defined]
         module._parameters[own] = made[key]
     _choose_alike(model)
-    for module in model.modules():
+    for path, module in model.named_modules():
         for own, buffer in module._buffers.items():
-            if buffer is not None and buffer.is_meta:
-                module._buffers[own] = torch.zeros_like(buffer, device=device)
+            if buffer is not None:
+                wanted = dtypes.get(f"{path}.{own}", torch.float32) if buffer.is_floating_point() else buffer.dtype
+                module._buffers[own] = (torch.zeros_like(buffer, device=device, dtype=wanted) if buffer.is_meta
+                                        else buffer.to(wanted))
     model.initialize_weights()
     for at, parameter in enumerate(made.values()):
         if not parameter._is_hf_initialized and parameter.is_floating_point():  # type: ignore[attr-defined]
             parameter.add_(0.1 * _tiled(drawn, parameter.shape, at))
+
+
+def _dtypes(model: PreTrainedModel) -> dict[str, torch.dtype]:
+    """Of parameters and buffers by name, as `from_pretrained` loads them: some models keep a few in float32."""
+    kept = model._get_dtype_plan(model.dtype)
+    found = {name: next((dtype for part, dtype in kept.items() if part in name), parameter.dtype)
+             for name, _, _, parameter in _parameters(model)}
+    return found | {f"{path}.{own}": buffer.dtype for path, module in model.named_modules()
+                    for own, buffer in module._buffers.items() if buffer is not None}
 
 
 def _stacks(model: nn.Module) -> Iterator[tuple[str, nn.Module, int]]:
