@@ -29,7 +29,7 @@ from locret_stream.kernels import uses_triton
 from locret_stream.models.alibi import FAR, is_ranked
 from locret_stream.models.asked import keep_biases
 from locret_stream.models.calls import LayerCall, Step, additive_mask, masked_attention
-from locret_stream.models.decoders import decoder_of, layers_of, path_to_replace
+from locret_stream.models.decoders import decoder_of, head_of, layers_of, path_to_replace
 from locret_stream.models.indexed import asked_of, note_indexes
 from locret_stream.models.latent import keep_latents, latent_of
 from locret_stream.models.linears import pack, quicken
@@ -116,7 +116,7 @@ class Attachment:
             self._shadow.set_attn_implementation(NAME)
         else:
             self.attn = "sdpa"
-        self._head = self._shadow.get_output_embeddings()
+        self._head: Any = head_of(self._shadow)
         self._path = self._take_base_out(model)
         self._rotary = Rotary(decoder)
         keep_latents(decoder)
@@ -225,7 +225,7 @@ class Attachment:
             raise UnsupportedModel(f"found {type(model).__name__}; expected a transformers causal LM, such as "
                                    "AutoModelForCausalLM.from_pretrained(...) gives")
         decoder = decoder_of(model)
-        if not layers_of(decoder) or model.get_output_embeddings() is None or learned_positions(decoder):
+        if not layers_of(decoder) or head_of(model) is None or learned_positions(decoder):
             raise UnsupportedModel(f"{type(model).__name__}: {why_not(model)}")
 
     def _take_base_out(self, model: PreTrainedModel) -> str:

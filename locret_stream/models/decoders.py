@@ -21,6 +21,14 @@ def decoder_of(model: Any) -> Any:
     return next((part for part in parts if layers_of(part)), None)
 
 
+def head_of(model: Any) -> nn.Module | None:
+    """What makes logits of hidden states: the output embeddings of a model or, where it has none, those of the causal
+    LM that it takes for its decoder (NemotronH Omni)."""
+    found = model.get_decoder()
+    own: nn.Module | None = model.get_output_embeddings()
+    return own if own is not None or not isinstance(found, PreTrainedModel) else found.get_output_embeddings()
+
+
 def layers_of(decoder: nn.Module | None) -> list[nn.Module]:
     """The layers of a decoder, in order: its `layers` or, where it has none of that name, the members of its outermost
     lists of modules: of one (GPT-J, DBRX), or of one in each of its stacks (HRM)."""
@@ -33,7 +41,7 @@ def layers_of(decoder: nn.Module | None) -> list[nn.Module]:
 def path_to_replace(model: PreTrainedModel, decoder: nn.Module) -> str | None:
     """The name, in a model, of what stands for all that comes before its head: its base model, where the decoder is in
     that, and the head is not; else the decoder itself. None where there is no decoder."""
-    head, prefix = model.get_output_embeddings(), model.base_model_prefix
+    head, prefix = head_of(model), model.base_model_prefix
     base = getattr(model, prefix, None)
     inside = list(base.modules()) if isinstance(base, nn.Module) else []
     if any(module is decoder for module in inside) and not any(module is head for module in inside):

@@ -24,7 +24,7 @@ from locret_stream.cache import StateTensor
 from locret_stream.config import ModelShape
 from locret_stream.models.attaching import attach, detach
 from locret_stream.models.attachment import Attachment
-from locret_stream.models.decoders import decoder_of, layers_of
+from locret_stream.models.decoders import decoder_of, head_of, layers_of
 from locret_stream.models.rotary import Place, RopeTables, Rotary
 
 META = torch.device("meta")
@@ -155,7 +155,7 @@ def _cut(model: PreTrainedModel, decoder: Any, layers: int) -> Iterator[None]:
         decoder.layers = decoder.layers[:layers]
     else:
         layers = decoder.config.num_hidden_layers
-    head: Any = model.get_output_embeddings()
+    head: Any = head_of(model)
     rows = min(ROWS, head.weight.shape[0])
     for name, parameter in list(head._parameters.items()):
         if parameter is not None:

@@ -133,12 +133,12 @@ def drop_towers(model: Any) -> None:
     small, and stays: the model asks it which of a text's ids are its own (Gemma 3n)."""
     from torch import nn
 
-    from locret_stream.models.decoders import decoder_of
+    from locret_stream.models.decoders import decoder_of, head_of
     base = getattr(model, model.base_model_prefix, model)
     decoder = decoder_of(model) if hasattr(model, "get_decoder") else None
     if not isinstance(base, nn.Module) or not isinstance(decoder, nn.Module) or base is decoder:
         return
-    needed = decoder, model.get_output_embeddings()
+    needed = decoder, head_of(model)
     for name, child in list(base.named_children()):
         if any(True for _ in child.parameters()) and not hasattr(child, "vocab_offset") and not any(
                 each is module for module in child.modules() for each in needed):
