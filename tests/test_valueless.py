@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from locret_stream.runtime.valueless import SMALL, _Quick, quick_arithmetic
-from tests.architectures import CONFIGS, make
+from tests.architectures import CONFIGS, make, text_of
 
 META = torch.device("meta")
 
@@ -80,11 +79,13 @@ def test_a_process_with_the_compiler_is_left_as_it_is(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.thorough(but=12)
 def test_a_model_that_is_loaded_so_is_the_same(name: str, tmp_path: Path):
-    make(name).save_pretrained(tmp_path)
-    usual = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    stock = make(name)
+    stock.save_pretrained(tmp_path)
+    usual = text_of(stock.config).from_pretrained(tmp_path).eval()
     with _Quick():
-        found = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+        found = text_of(stock.config).from_pretrained(tmp_path).eval()
     assert found.state_dict().keys() == usual.state_dict().keys()
     assert all(torch.equal(value, found.state_dict()[key]) for key, value in usual.state_dict().items())
     buffers = dict(found.named_buffers())

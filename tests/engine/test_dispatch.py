@@ -123,8 +123,8 @@ def test_law_3_exact_while_it_fits(triton, on: str):
     torch.testing.assert_close(torch.stack(rows), expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("on", ["gemma4-e2b", "lfm2", "deepseek-v3", "mimo", "gemma4-moe"])
-@pytest.mark.thorough(but=4)
+@pytest.mark.parametrize("on", ["lfm2", "deepseek-v3", "mimo", "gemma4-e2b", "gemma4-moe"])
+@pytest.mark.thorough(but=3)
 def test_other_kinds_of_layers_are_exact_while_it_fits(triton, on: str, monkeypatch):
     """Layers that share units, carry a state, keep latents, or values less wide than keys, also where kernels rotate
     keys as they load them: what is committed, and tokens one by one behind it. All of it by kernels, as no CUDA graph

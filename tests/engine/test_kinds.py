@@ -44,6 +44,10 @@ token by token. Committed states are bit-equal in all."""
 
 def test_every_kind_is_tried():
     assert {*KINDS} == {*STATEFUL, *BY_LAYER, *LATENT, *INDEXED, *BIASED, *BEHIND_ROPE, *OWN, "hrm"} == {*POLICIES}
+
+
+@pytest.mark.thorough
+def test_every_kind_with_a_state_is_tried_as_one():
     assert {*WITH_STATE} == {SLOW} | {name for name in KINDS if name != SLOW and engine_of(name).attachment.states}
 
 
