@@ -210,7 +210,9 @@ def make(name: str, *, attn: str | None = None, dtype: torch.dtype = torch.float
          config: PreTrainedConfig | None = None) -> PreTrainedModel:
     """A random model whose weights are large enough that attention matters; `config` takes the place of the named."""
     config = config or CONFIGS[name]()
-    model = text_of(config).from_config(config, attn_implementation=attn, dtype=dtype)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)  # weights of one dimension keep what they are made with, some of which is random
+        model = text_of(config).from_config(config, attn_implementation=attn, dtype=dtype)
     kept = model._get_dtype_plan(dtype)  # what `from_pretrained` would load in float32 (Inkling 2)
     noise = torch.Generator().manual_seed(seed + 1)
     for parameter in model.parameters():

@@ -146,7 +146,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         factor=1.0)}),
     "qwen2 with sliding layers": ("qwen2", {"use_sliding_window": True, "sliding_window": 32, "max_window_layers": 2}),
     "minimax M3 with its sparse layers": ("minimax_m3_vl_text", {
-        "layer_types": [FULL, "minimax_m3_sparse"] * 2, "index_block_size": 8, "index_topk_blocks": 2}),
+        "layer_types": [FULL, "minimax_m3_sparse"] * 2, "index_block_size": 8, "index_topk_blocks": 2,
+        "index_n_heads": 4}),
     "mimo with as many KV heads in all layers": ("mimo_v2_flash", {
         "swa_num_key_value_heads": 2, "num_key_value_heads": 2}),
     "mimo with V narrower than K": ("mimo_v2_flash", {"v_head_dim": 8, "head_dim": 16}),
