@@ -85,6 +85,24 @@ async def test_heads_and_policies_that_are_named_are_taken_as_before(tmp_path: P
     assert not told(caplog)
 
 
+@pytest.mark.parametrize(("kind", "more"), [("llama", {}), ("deepseek-v3", {}), ("gemma4-e2b", {}), ("inkling", {
+    "num_key_value_heads": 4}), ("recurrent-gemma", {})])
+def test_the_line_names_a_command_only_where_that_can_make_heads(kind: str, more: dict):
+    """`train-heads` begins with the same shape."""
+    config = CONFIGS[kind]()
+    vars(config).update(more)  # Inkling's layers are alike then, but for their windows
+    with attached(make(kind, config=config)) as attachment:
+        assert attachment.shape.alike == (kind != "gemma4-e2b")
+        said = without_heads(attachment.shape, "MODEL")
+        features = "hidden" if "--features hidden" in said else "qkv"
+        try:
+            _new_heads(attachment, TrainConfig(steps=1, features=features))
+        except ConfigError:
+            assert "train-heads" not in said
+        else:
+            assert ("train-heads" in said) == (not all(attachment.shape.sliding))
+
+
 async def test_a_session_goes_on_after_heads_were_made_or_says_how(tmp_path: Path):
     """The policy belongs to the session. Under heads it is refused by name, and stays as it was."""
     heads, store = saved_heads(model(), tmp_path / "heads"), tmp_path / "store"

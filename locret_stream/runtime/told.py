@@ -16,8 +16,12 @@ def without_heads(shape: ModelShape, model: str) -> str:
     """
     taken = usual_policy(with_heads=False)
     said = f"no retaining heads were given, and no policy: {taken!r} is taken, the best that needs none; "
+    if shape.biased:
+        return said + "heads know nothing of the bias by distance that this model adds to attention"
     if not shape.alike:
         return said + "heads are for models whose layers are alike, and those of this one differ"
+    if all(shape.sliding):
+        return said + "heads would decide nothing, as every layer of this model has a window"
     how = "" if shape.units[0].key_dim == shape.units[0].value_dim else " --features hidden"
     return said + ("with heads a memory keeps more, and this makes them: locret-stream train-heads --model "
                    f"{shlex.quote(model)} --data pairs.jsonl --out heads{how}")
