@@ -204,7 +204,21 @@ def expect_exact_or_refused(config: tf.PreTrainedConfig, asked: list[int], chunk
     finally:
         detach(stock)
     gap = (torch.stack(rows) - expected[[place - 1 for place in asked]]).abs().amax(-1) / expected.std()
-    assert gap.max() < 1e-4, dict(zip(asked, gap.tolist(), strict=True))
+    most = 1e-4 if gap.max() < 1e-4 or attends == {*getattr(config, "layer_types", [FULL])} else max(
+        1e-4, min(5e-3, 2 * own_gap(stock, ids, expected)))
+    assert gap.max() < most, (most, dict(zip(asked, gap.tolist(), strict=True)))
+
+
+@torch.no_grad()
+def own_gap(stock: tf.PreTrainedModel, ids: list[int], expected: torch.Tensor) -> float:
+    """How far logits of the stock model are from its own, of one forward, where it reads one token at a time: recurrent
+    layers sum in another order then, and behind few tokens a spike of rounding may be large."""
+    cache, rows = None, []
+    for token in ids:
+        out = stock(torch.tensor([[token]]), past_key_values=cache, use_cache=True)
+        cache = out.past_key_values
+        rows.append(out.logits[0, -1])
+    return ((torch.stack(rows) - expected).abs().max() / expected.std()).item()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
