@@ -8,12 +8,12 @@
 #   make chat [ARGS="book.txt"]   a chat with SmolLM2 that remembers from one call to the next; 93 MB at the first one
 #   make docs                the pages of docs/ as a site, in site/; no network once what it needs is installed
 #   PYTHON=/path/to/python   the interpreter to make .venv from (3.11 or newer)
-#   JOBS=4                   how many tests run at once; 0 for one after another in one process
+#   JOBS=5                   how many tests run at once; 0 for one after another in one process
 #   PIP_FLAGS="..."          further flags for pip, such as --index-url for a CPU-only torch
 
 PIP_FLAGS ?=
 ARGS ?=
-JOBS ?= 2
+JOBS ?= 3
 VENV := .venv
 BIN := $(VENV)/bin
 BASE := $(VENV)/.installed-for-use

@@ -26,8 +26,9 @@ def group_of(dim: int, bits: int) -> int:
 
 
 def row_bytes(dim: int, bits: int) -> int:
-    """Bytes of one row of codes: D channels of so many bits, and a scale and a zero for each group of channels."""
-    return dim * bits // 8 + (8 if bits == 8 else 4) * (dim // group_of(dim, bits))
+    """Bytes of one row of codes: D channels of so many bits, and a scale and a zero for each group of channels; 0 of no
+    channels, as those of V where K is V, too."""
+    return dim and dim * bits // 8 + (8 if bits == 8 else 4) * (dim // group_of(dim, bits))
 
 
 def usual_memory(window: int) -> tuple[int, int]:

@@ -394,9 +394,6 @@ def check_store_bits(value: object) -> tuple[int, int]:
 def check_codes(shape: ModelShape, store_bits: tuple[int, int]) -> None:
     """Raises ConfigError: groups of channels of this model do not fill whole bytes in so few bits, or codes would take
     no less than exact units."""
-    if store_bits != (16, 16) and not all(unit.value_dim for unit in shape.units):
-        raise ConfigError(f"store_bits is {list(store_bits)}: latents, which are key and value at once, are kept as "
-                          "the model has them; expected 16")
     if store_bits != (16, 16) and shape.chooses:
         raise ConfigError(f"store_bits is {list(store_bits)}: index keys, by which layers of this model choose what "
                           "they attend to, are kept as the model has them; expected 16")
@@ -404,10 +401,12 @@ def check_codes(shape: ModelShape, store_bits: tuple[int, int]) -> None:
         raise ConfigError(f"store_bits is {list(store_bits)}: with ALiBi keys have their ranks among their numbers, "
                           "which must stay exact; expected 16 for K")
     for dim, bits in sorted({pair for unit in shape.units for pair in zip(unit.dims, store_bits, strict=True)}):
-        if bits != 16 and (group := group_of(dim, bits)) * bits % 8:
+        if bits == 16 or not dim:
+            continue
+        if (group := group_of(dim, bits)) * bits % 8:
             raise ConfigError(f"store_bits is {bits}: with a head dim of {dim}, {group} channels share a "
                               "scale and fill no whole bytes; expected 16, or 8")
-        if bits != 16 and row_bytes(dim, bits) >= dim * shape.item_bytes:
+        if row_bytes(dim, bits) >= dim * shape.item_bytes:
             raise ConfigError(f"store_bits is {bits}: with a head dim of {dim} codes take "
                               f"{row_bytes(dim, bits)} bytes and exact units {dim * shape.item_bytes}; expected 16")
 

@@ -64,7 +64,7 @@ class LayerBuffers:
 class Dense:
     """Units as attention reads them, of one slot and layer at a time.
 
-    parts: keys, values and rotated keys, [1, H, C, D] each.
+    parts: keys, values and rotated keys, [1, H, C, D] each; where K is V, too, the last two are one tensor.
     owner: whose they are, and of which layer.
     right: how many of the first ranks of each of the three are as the owner has them.
     """
@@ -78,15 +78,15 @@ class Dense:
         """For at most `room` units of that shape."""
         keys, values, rotated = (torch.zeros(1, unit.kv_heads, room, dim, dtype=dtype, device=device)
                                  for dim in (*unit.dims, unit.key_dim))
-        return cls((keys, values, rotated))
+        return cls((keys, values if unit.value_dim else rotated, rotated))
 
 
 @dataclass(slots=True)
 class QuantisedBuffers(LayerBuffers):
     """All slots of one layer whose committed units are codes.
 
-    keys (also as `rotated`), values: rows of codes, [S, H, b, bytes] uint8; where K or V is kept at 16 bits, a row
-    holds its channels' bytes.
+    keys (also as `rotated`, and as `values`, where K is V, too), values: rows of codes, [S, H, b, bytes] uint8; where
+    K or V is kept at 16 bits, a row holds its channels' bytes.
     exact_keys, exact_values: [S, H, first + chunk, D], the first units, then those behind the committed ones.
     means: of keys, those of the stream and those of a focus, [S, 2, H, D] fp32; `given`: they came with the heads; all
         slots share them, so they are not among a slot's tensors.
@@ -112,14 +112,15 @@ class QuantisedBuffers(LayerBuffers):
         of_means = 2, heads, unit.key_dim
         own = (torch.zeros(slots, *of_means, dtype=torch.float32, device=device) if means is None else
                means.to(device, torch.float32).expand(slots, *of_means))
-        return cls(keys=keys, rotated=keys, values=values, scores=scores, positions=positions, scratch=scratch,
+        return cls(keys=keys, rotated=keys, values=values if unit.value_dim else keys, scores=scores, positions=positions, scratch=scratch,
                    exact_keys=exact_keys, exact_values=exact_values, means=own, given=means is not None, dense=dense)
 
     @property
     def tensors(self) -> list[Tensor]:
         """The tensors of this layer that have slots."""
         means = [] if self.given else [self.means]
-        return [self.keys, self.values, self.exact_keys, self.exact_values, *means, self.scores, self.positions]
+        return list(dict.fromkeys([self.keys, self.values, self.exact_keys, self.exact_values, *means, self.scores,
+                                   self.positions]))
 
 
 def stored_row(dim: int, bits: int, dtype: torch.dtype) -> int:

@@ -81,7 +81,8 @@ class QuantisedStore(UnitStore):
         """Write K and V, [1, H, T, D], to the rows of exact units from that one on."""
         buffers, stop = self._buffers(layer), row + keys.shape[2]
         slot_units(buffers.exact_keys, self.slot, row, stop).copy_(keys)
-        slot_units(buffers.exact_values, self.slot, row, stop).copy_(values)
+        own = buffers.exact_values.shape[-1]  # 0 where V is K, too
+        slot_units(buffers.exact_values, self.slot, row, stop).copy_(values[..., :own])
 
     def _keep_late(self, layer: int, row: int, keys: Tensor, values: Tensor) -> None:
         """Keep one unit for `_write_late`."""
@@ -113,12 +114,15 @@ class QuantisedStore(UnitStore):
 
     def attended(self, layer: int, count: int, rotate: Rotate) -> tuple[Tensor, Tensor, Tensor]:
         """As of `UnitStore`, until the next read of any layer of this device."""
-        keys, values, dense = self.keys(layer, count), self.values(layer, count), self._buffers(layer).dense
+        keys, dense = self.keys(layer, count), self._buffers(layer).dense
         rotated, start = dense.parts[2][:, :, :count], min(dense.right[2], count)
         if start < count:
             rotate(layer, keys[:, :, start:], start, rotated[:, :, start:])
             dense.right[2] = count
-        return keys, rotated, values
+        if dense.parts[1] is not dense.parts[2]:
+            return keys, rotated, self.values(layer, count)
+        dense.right[1] = dense.right[2]
+        return keys, rotated, rotated
 
     def _dense(self, layer: int, count: int, part: int) -> Tensor:
         """K (part 0) or V (part 1) of the first `count` ranks, [1, H, count, D], in the scratch."""
@@ -168,7 +172,8 @@ class QuantisedStore(UnitStore):
         mean, and those of the first chunk that of the stream."""
         if not self._buffers(layer).given and (focus or self.counts[layer] == self.fronts[layer]):
             self._buffers(layer).means[self.slot, int(focus)] = keys.float().mean(1)
-        coded = [part.contiguous().view(torch.uint8) if bits == 16 else quantise_units(part, bits, means[focus])
+        coded = [part.contiguous().view(torch.uint8) if bits == 16 or not part.shape[-1] else
+                 quantise_units(part, bits, means[focus])
                  for part, (bits, _, _, means) in zip((keys, values), self._parts(layer), strict=True)]
         return coded[0], coded[1]
 
@@ -188,11 +193,12 @@ class QuantisedStore(UnitStore):
         positions = buffers.positions[slot]
         positions[:, count:total] = torch.arange(first_position, first_position + new, device=positions.device)
         joined = [torch.cat(parts, dim=1) for parts in zip(self.rows(layer, count), coded, strict=True)]
+        joined = joined[:len(buffers.moved)]
         kept = total
         if keep is not None:
             kept = keep.shape[1]
             compact_units([*joined, *buffers.scores[slot, :, :, :total], positions[:, :total]], keep, buffers.scratch)
-        for rows, moved in zip((buffers.keys, buffers.values), joined, strict=True):
+        for rows, moved in zip(buffers.moved, joined, strict=True):
             rows[slot, :, :kept] = moved[:, :kept]
         self.counts[layer] = kept
 

@@ -40,14 +40,17 @@ class Decoder:
 
     On CUDA steps are replayed as graphs (`LOCRET_CUDA_GRAPHS=0` runs them one operation at a time): batches are padded
     to a power of two with copies of their first row, which write the same as that row.
+
+    Attributes:
+        graphed: whether steps are replayed so.
     """
 
     def __init__(self, layout: Layout, attachment: Attachment, pool: Pool):
         self.layout, self.attachment, self.pool = layout, attachment, pool
         self._chooses = layout.shape.chooses
-        self._graphed = (all(layout.triton) and not (pool.quantised or self._chooses)
-                         and attachment.device.type == "cuda"
-                         and len(pool.devices) == 1 and os.environ.get("LOCRET_CUDA_GRAPHS") != "0")
+        self.graphed = (all(layout.triton) and not (pool.quantised or self._chooses)
+                        and attachment.device.type == "cuda"
+                        and len(pool.devices) == 1 and os.environ.get("LOCRET_CUDA_GRAPHS") != "0")
         self._graphs: dict[int, _Graph | None] = {}  # None: there was no memory for that size
         self._in_blocks = any(unit.blocks for unit in layout.shape.units)
         # Layers of one budget and window have equally many units, and those of one RoPE table rotate alike: indices and
@@ -100,7 +103,7 @@ class Decoder:
         device = self.attachment.device
         if self.pool.quantised:
             return self._forward_quantised(stores, torch.tensor(rows, device=device))
-        if self._graphed:
+        if self.graphed:
             size = 1 << (len(states) - 1).bit_length()
             batch = torch.tensor([row + row[:1] * (size - len(row)) for row in rows],
                                  pin_memory=torch.cuda.is_available())
@@ -125,7 +128,7 @@ class Decoder:
             except RuntimeError as error:
                 _log.warning("decoding goes on without CUDA graphs, more slowly: this model's forward cannot be "
                              "captured (%s)", error)
-                self._graphed = False
+                self.graphed = False
                 self._graphs.clear()
         return self._graphs.get(size)
 

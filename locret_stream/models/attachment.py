@@ -29,11 +29,11 @@ from locret_stream.kernels import uses_triton
 from locret_stream.models.alibi import FAR, is_ranked
 from locret_stream.models.asked import keep_biases
 from locret_stream.models.calls import LayerCall, Step, additive_mask, masked_attention
-from locret_stream.models.decoders import decoder_of, head_of, layers_of, path_to_replace
+from locret_stream.models.decoders import decoder_of, head_of, layers_of, path_to_replace, probe_ids
 from locret_stream.models.indexed import asked_of, note_indexes
 from locret_stream.models.latent import keep_latents, latent_of
 from locret_stream.models.linears import pack, quicken
-from locret_stream.models.mixers import read_one_by_one
+from locret_stream.models.mixers import go_on_from_states
 from locret_stream.models.module_states import carry_module_states
 from locret_stream.models.norms import fuse
 from locret_stream.models.own_attention import take_over
@@ -93,13 +93,14 @@ class Attachment:
     Attributes:
         shape: sizes of the model.
         places: by layer, its device and dtype. shares: whether layers read the units of others. states: the tensors of
-            its recurrent state, in layers that have one. stepwise: whether some of these go on from it one token at a
-            time.
+            its recurrent state, in layers that have one. stepwise: whether some of these, in the stock model, go on
+            from it one token at a time only.
         last_device: where hidden states come out.
         fingerprint: of the weights' content and the attention config, the same in float32 and bfloat16.
         form: quantisation and active adapters in words.
         adapters: names of the adapters that were active when the attachment was made, and stay so in it.
         packed_bytes: of copies of weights, see `pack_weights`.
+        tried: whether an engine's own path was tried with it (`engine.try_out`).
     """
 
     def __init__(self, model: PreTrainedModel, attn: str):
@@ -123,6 +124,7 @@ class Attachment:
         carry_module_states(decoder)
         self._indexes = note_indexes(decoder)
         most = keep_biases(decoder)
+        self._ids = probe_ids(model)
         self._step: Step | None = None
         self._asked: list[tuple[Any, LayerCall]] | None = None  # what is noted, while a probe runs
         self._graded = False  # whether forwards build an autograd graph
@@ -138,7 +140,7 @@ class Attachment:
                 far = min(most_positions(self._config), FAR)
                 self._showing.look_far(self._ask, torch.zeros(1, far, dtype=torch.long, device=model.device))
         for module in stepwise:
-            read_one_by_one(module)
+            go_on_from_states(module)
         self.stepwise = bool(stepwise)
         self.shares = any(layer.reads is not None for layer in layers)
         keeping = [layer for layer in layers if layer.reads is None]
@@ -172,12 +174,17 @@ class Attachment:
             quicken(tree)
             fuse(tree)
         self._plain_head = self._probe_head()
-        self.fingerprint, self.users, self.packed_bytes = fingerprint(model), 0, 0
+        self.fingerprint, self.users, self.packed_bytes, self.tried = fingerprint(model), 0, 0, False
 
     @functools.cached_property
     def sketch(self) -> str:
         """Of the base model, the same for every quantisation. It takes a moment, and seldom is it needed."""
         return sketch(self._decoder)
+
+    @property
+    def name(self) -> str:
+        """The name of the model's class."""
+        return type(self._shadow).__name__
 
     @property
     def config(self) -> Any:
@@ -276,9 +283,10 @@ class Attachment:
         """Whether kernels apply RoPE as they read the layer's keys: in Triton, where RoPE is the rotation of halves."""
         return self._rotary.plain[layer] and uses_triton(torch.empty(0, device=self.places[layer].device))
 
-    def tables(self, capacity: int) -> RopeTables:
-        """RoPE tables for ranks 0..capacity-1; `capacity` fixes the scaling of dynamic and long RoPE for all ranks."""
-        return self._rotary.tables(capacity)
+    def tables(self, capacity: int, first: int = 0) -> RopeTables:
+        """RoPE tables for ranks first..capacity-1, whose rank 0 is `first`; `capacity` fixes the scaling of dynamic and
+        long RoPE for all ranks."""
+        return self._rotary.tables(capacity, first)
 
     @property
     def layers(self) -> list[nn.Module]:
@@ -313,7 +321,7 @@ class Attachment:
         if any(layer.normed for layer in layers):
             norms = NormsBehind([layer.module for layer in layers if layer.normed])
             with norms.seen():
-                _, asked = self._ask(torch.arange(3, device=self.device)[None])
+                _, asked = self._ask(self._ids)
             calls = {id(module): (call.q, call.k) for module, call in asked}
             made |= {number: norms.take(layer.module, *calls[id(layer.module)])
                      for number, layer in enumerate(layers) if layer.normed}
@@ -336,7 +344,7 @@ class Attachment:
     def _scales_by_position(self) -> bool:
         """Whether queries before RoPE depend on the position: those at the model's last ones, and at its first, but for
         the very first, where recurrent layers may begin anew (RecurrentGemma)."""
-        ids = torch.arange(3, device=self.device)[None]
+        ids = self._ids
         at_each = [self._ask(ids, self.carry(), start)[1] for start in (1, self.shape.window - ids.shape[1])]
         return any(not torch.equal(early.q, late.q) for (_, early), (_, late) in zip(*at_each, strict=True))
 

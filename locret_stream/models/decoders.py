@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 
@@ -27,6 +28,16 @@ def head_of(model: Any) -> nn.Module | None:
     found = model.get_decoder()
     own: nn.Module | None = model.get_output_embeddings()
     return own if own is not None or not isinstance(found, PreTrainedModel) else found.get_output_embeddings()
+
+
+def probe_ids(model: PreTrainedModel) -> Tensor:
+    """Three ids [1, 3] that a probe reads, on the device where ids go in: none that is padding, whose embedding is zero
+    in many models, and would hide what becomes of it. The parameters of a quantised or offloaded model have other
+    dtypes and devices, so they do not tell."""
+    embeddings: Any = model.get_input_embeddings()
+    padding = getattr(embeddings, "padding_idx", None)
+    device = next((tensor.device for tensor in embeddings.parameters() if not tensor.is_meta), torch.device("cpu"))
+    return torch.tensor([[number for number in range(4) if number != padding][:3]], device=device)
 
 
 def layers_of(decoder: nn.Module | None) -> list[nn.Module]:

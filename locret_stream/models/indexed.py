@@ -55,6 +55,12 @@ class Index:
         assert most is not None, "`note_indexes` makes none of others"
         return most
 
+    @property
+    def by_places(self) -> bool:
+        """Whether positions are, to it, places among its keys (MiniMax M3), and so ranks. Others multiply queries by
+        what depends on a token's position in the stream (Mistral Large 4), as attention beside them does."""
+        return hasattr(self._module(), "topk_blocks")
+
     def _note(self, *args: Any, **kwargs: Any) -> Tensor:
         """Takes the place of the module's forward; returns a choice that nobody reads."""
         arguments = self._signature.bind(None, *args, **kwargs).arguments
@@ -145,7 +151,7 @@ class Asked:
         if mask is not None and mask.dim() > 2:  # else it says which of the new tokens are padding: none
             visible = (ranks <= ranks[total - new:, None]).expand(heads, new, total)
             arguments["attention_mask"] = visible if mask.dim() == 3 else visible[:, None]
-        if arguments.get("position_ids") is not None:
+        if self.index.by_places and arguments.get("position_ids") is not None:
             arguments["position_ids"] = ranks[total - new:].expand(heads, new)
         if embeddings is not None and "position_embeddings" in arguments:
             # Where keys are kept as they are, the index turns them, if at all, as it reads them.

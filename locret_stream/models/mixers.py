@@ -1,21 +1,25 @@
-"""Recurrent mixers whose forward goes on from a state one token at a time only: found by running them, and run so.
+"""Recurrent mixers whose forward goes on from a state one token at a time only: found by running them, and mended.
 
 The Mamba mixers of Jamba and Zamba use the state that the cache hands them where they read one token; where they read
-several, they begin anew. Knows transformers' modules by what they do with the state; knows no slots.
+several, their scan begins anew. Knows transformers' modules by what they do with the state; knows no slots.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from locret_stream.models.functions import calls, globals_of, with_globals
 from locret_stream.models.recurrent import Carried
+
+_SCAN = "mamba_selective_scan"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -77,23 +81,68 @@ def forgetful(mixers: Sequence[Mixed], config: Any, carried: Carried) -> list[nn
     return [mixed.module for mixed in mixers if forgets(mixed)]
 
 
-def read_one_by_one(module: nn.Module) -> None:
-    """Make a module that goes on from a state read one token after another; from the beginning of a stream it reads all
-    at once, as it is exact there."""
+def go_on_from_states(module: Any) -> None:
+    """Make a forgetful module go on from the state that it is handed, however many tokens it reads: in its scan, where
+    it has transformers' selective one, else token after token. From the beginning of a stream it reads as before."""
     own, plain, this = vars(module).get("forward"), type(module).forward, weakref.ref(module)
+    if own is not None or not calls(plain, _SCAN):
+        module.forward = _one_by_one(this, own or plain, bound=own is not None)
+        return
+    states: list[Tensor] = []  # of each of the scans that are to come
+    scanning = with_globals(plain, **{_SCAN: _scan_from(states, globals_of(plain)[_SCAN])})
 
+    def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        module: Any = this()  # this function would keep it alive, and its weights, until a search for garbage
+        carried = handed(args, kwargs)
+        if carried is not None and carried.goes_on and hidden_states.shape[1] > 1:
+            layer: Any = carried.layers[module.layer_idx]
+            state: Tensor = layer.recurrent_states[0]
+            states[:] = [state] if state.dim() == 3 else state.unbind(1)
+        try:
+            return scanning(module, hidden_states, *args, **kwargs)
+        finally:
+            states.clear()
+
+    module.forward = forward
+
+
+def _scan_from(states: list[Tensor], scan: Callable[..., Any]) -> Callable[..., Any]:
+    """transformers' `mamba_selective_scan`, which begins with the next of the states [B, D, N], if there are any.
+
+    The scan is linear in its state: of the first one h, the output at token t has C_t exp(A (dt_1 + ... + dt_t)) h more
+    (arXiv:2312.00752, equation 2 with its discretisation), before the gate.
+    """
+    def scanning(u: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, *, z: Tensor, delta_bias: Tensor | None,
+                 return_last_state: bool, **options: Any) -> Any:
+        found = scan(u, dt, A, B, C, z=z, delta_bias=delta_bias, return_last_state=return_last_state, **options)
+        if not states:
+            return found
+        (out, last), state = found, states.pop(0).float()
+        steps = F.softplus((dt if delta_bias is None else dt + delta_bias.to(dt.dtype)[:, None]).float()).cumsum(-1)
+        more, kept = torch.zeros_like(steps), []
+        for number in range(state.shape[-1]):  # one after another, as a processor's cache holds [B, D, T]
+            # What has decayed to e^-40 counts no more, and with numbers below e^-87 CPUs take tenfold the time.
+            left = (A.float()[:, number, None] * steps).clamp_(min=-40).exp_().mul_(state[..., number, None])
+            kept.append(left[..., -1])
+            more.addcmul_(left, C[:, number, None].float())
+        return out + (more * F.silu(z.float())).to(out.dtype), last + torch.stack(kept, -1).to(last.dtype)
+
+    return scanning
+
+
+def _one_by_one(this: Callable[[], Any], forward: Callable[..., Any], *, bound: bool) -> Callable[..., Any]:
+    """A forward that reads one token after another where it goes on from a state."""
     def stepping(*args: Any, **kwargs: Any) -> Any:
-        module = this()  # this function would keep it alive, and its weights, until a search for garbage
         carried, tokens = handed(args, kwargs), (args[0] if args else kwargs["hidden_states"]).shape[1]
         pieces = [slice(None)] if carried is None or not carried.goes_on else [
             slice(token, token + 1) for token in range(tokens)]
         out = []
         for piece in pieces:
             some, named = of_tokens(piece, args, kwargs)
-            out.append(plain(module, *some, **named) if own is None else own(*some, **named))
+            out.append(forward(*some, **named) if bound else forward(this(), *some, **named))
         return torch.cat(out, 1) if len(out) > 1 else out[0]
 
-    module.forward = stepping
+    return stepping
 
 
 def handed(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Carried | None:

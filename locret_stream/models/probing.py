@@ -3,7 +3,7 @@ which of them have RoPE and from where, and the recurrent state. Nothing of it i
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +19,7 @@ from locret_stream.errors import UnsupportedModel
 from locret_stream.models.alibi import MOST, Ranks, is_ranked
 from locret_stream.models.asked import join_pairs
 from locret_stream.models.calls import LayerCall
-from locret_stream.models.decoders import layers_of
+from locret_stream.models.decoders import layers_of, probe_ids
 from locret_stream.models.latent import latent_of
 from locret_stream.models.mixers import forgetful, mixing
 from locret_stream.models.recurrent import Carried
@@ -70,8 +70,7 @@ def probe(model: PreTrainedModel, decoder: Any, config: Any, rotary: Rotary, ask
     Raises:
         UnsupportedModel: nothing attends, or the layers differ in dtype.
     """
-    first = next((t.device for t in model.get_input_embeddings().parameters() if not t.is_meta), "cpu")
-    ids = torch.arange(3, device=first)[None]
+    ids = probe_ids(model)
     carried = Carried(config) if _has_states(config) else None
     with mixing(decoder) as mixers:
         out, plain = ask(ids, carried)
@@ -127,13 +126,14 @@ def shape_of(model: PreTrainedModel, config: Any, layers: list[Probed], most: in
     Raises:
         UnsupportedModel: a layer is of a kind that is not served.
     """
-    kinds, options = get_layer_types_and_kwargs(config)
-    reaches: list[Any] = [options[layer.number].get("sliding_window") for layer in layers]
+    kinds, _ = get_layer_types_and_kwargs(config)
+    windows = windows_of(config, [layer.number for layer in layers])
+    reaches = [reach for reach, _ in windows]
     ranked = any(layer.source is RANKED for layer in layers)
     # RecurrentGemma names no positions, as all its layers have windows: what they hide begins behind the longest.
-    named = most_positions(config, 1 + max(reaches) if reaches and all(reaches) else MOST)
+    named = most_positions(config, 1 + max(reach or 0 for reach in reaches) if reaches and all(reaches) else MOST)
     window, units = min(named, most or named, MOST if ranked else named), []
-    for layer, reach in zip(layers, reaches, strict=True):
+    for layer, (reach, blocks) in zip(layers, windows, strict=True):
         number, call = layer.number, layer.call
         kind = kinds[number] if number < len(kinds) else "full_attention"
         if kind not in ATTENDING and call.asked is None:
@@ -145,11 +145,19 @@ def shape_of(model: PreTrainedModel, config: Any, layers: list[Probed], most: in
         units.append(UnitShape(kv_heads=heads, groups=call.q.shape[1] // heads, key_dim=key_dim,
                                value_dim=0 if call.v is call.k else call.v.shape[-1],
                                index_dim=0 if call.asked is None else call.asked.keys.shape[-1],
-                               sliding=reach, blocks=kind == BLOCKS and reach is not None))
+                               sliding=reach, blocks=blocks and reach is not None))
     return ModelShape(units=tuple(units), vocab=config.vocab_size, window=window,
                       item_bytes=layers[0].call.k.dtype.itemsize, hidden=config.hidden_size, state_bytes=state_bytes,
                       limited=most is not None, biased=any(layer.call.bias is not None for layer in layers),
                       ranked=ranked)
+
+
+def windows_of(config: Any, numbers: Iterable[int]) -> list[tuple[int | None, bool]]:
+    """Of the layers of a decoder with these numbers: how long a window each has, None without one, and whether it sees
+    blocks of that length."""
+    kinds, options = get_layer_types_and_kwargs(config)
+    return [(options[number].get("sliding_window") or None, number < len(kinds) and kinds[number] == BLOCKS)
+            for number in numbers]
 
 
 def most_positions(config: Any, unnamed: int = MOST) -> int:

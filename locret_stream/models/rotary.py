@@ -10,7 +10,6 @@ import functools
 import inspect
 import sys
 import threading
-import types
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,6 +21,7 @@ from torch import Tensor, nn
 
 from locret_stream.kernels import reference, rotate_halves, uses_triton
 from locret_stream.models.alibi import Ranks, shear
+from locret_stream.models.functions import calls, globals_of, with_globals
 from locret_stream.models.indexed import Index, turn
 from locret_stream.models.position_tables import take_tables
 from locret_stream.models.queries import QueryFactors
@@ -137,17 +137,18 @@ class Rotary:
         return 2 * cos, 2 * sin
 
     @torch.no_grad()
-    def tables(self, capacity: int) -> RopeTables:
-        """Tables for ranks 0..capacity-1."""
+    def tables(self, capacity: int, first: int = 0) -> RopeTables:
+        """Tables for ranks first..capacity-1, whose rank 0 is `first`."""
         made: dict[tuple[Source | None, torch.device], tuple[Tensor, Tensor]] = {}
         layers: list[tuple[Tensor, Tensor] | None] = []
         for layer, (source, place) in enumerate(zip(self._sources, self._places, strict=True)):
             key = source, place.device
             if source is not None and key not in made:
-                made[key] = self.cos_sin(layer, torch.arange(capacity, device=place.device)[None])
+                made[key] = self.cos_sin(layer, torch.arange(first, capacity, device=place.device)[None])
             layers.append(None if source is None else made[key])
-        return RopeTables(self, capacity, layers, {layer: each.of_ranks(capacity).to(self._places[layer].device)
-                                                   for layer, each in self.factors.items()})
+        return RopeTables(self, capacity - first, layers,
+                          {layer: each.of_ranks(capacity)[first:].to(self._places[layer].device)
+                           for layer, each in self.factors.items()})
 
     def apply(self, layer: int, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """x [B, heads, T, D] -> rotated by the model's own function, in halves, in pairs, or in part; and where index
@@ -384,16 +385,13 @@ def _unturned_one(x: Tensor, *args: object, **kwargs: object) -> Tensor:
 def _spare_rotation(module: nn.Module) -> None:
     """Make this one module's forward skip the rotation by identity embeddings, which changes nothing.
 
-    Its code runs with globals of its own, in which the rotation is `_unturned`: that saves some ten small operations
-    per layer and step. A forward that is wrapped, or rotates in another way, stays as it is.
+    In it the rotation is `_unturned`: that saves some ten small operations per layer and step. A forward that is
+    wrapped, or rotates in another way, stays as it is.
     """
     forward = getattr(type(module), "forward", None)
-    if ("forward" in vars(module) or not isinstance(forward, types.FunctionType)
-            or "apply_rotary_pos_emb" not in forward.__code__.co_names):
+    if "forward" in vars(module) or not calls(forward, "apply_rotary_pos_emb"):
         return
-    spared = _unturned_one if _of_one(forward.__globals__["apply_rotary_pos_emb"]) else _unturned
-    unrotated = types.FunctionType(forward.__code__, {**forward.__globals__, "apply_rotary_pos_emb": spared},
-                                   forward.__name__, forward.__defaults__, forward.__closure__)
-    unrotated.__kwdefaults__ = forward.__kwdefaults__
+    spared = _unturned_one if _of_one(globals_of(forward)["apply_rotary_pos_emb"]) else _unturned
+    unrotated = with_globals(forward, apply_rotary_pos_emb=spared)
     this = weakref.ref(module)  # a bound method would keep the module, and its weights, until a search for garbage
     module.forward = lambda *args, **kwargs: unrotated(this(), *args, **kwargs)

@@ -22,7 +22,7 @@ from locret_stream.constraints import Constraints
 from locret_stream.context import Replay, StreamingContext, replay
 from locret_stream.context.cancelling import to_the_end
 from locret_stream.context.restoring import Opening
-from locret_stream.engine import Engine
+from locret_stream.engine import Engine, try_out
 from locret_stream.engine.layout import Layout
 from locret_stream.errors import ConfigError, ContextBusy, ContextClosed
 from locret_stream.heads import RetainingHeads
@@ -274,6 +274,7 @@ class Runtime:
         try:
             if self._own_model:  # nobody else changes it
                 attachment.pack_weights()
+            try_out(attachment)
             codec = TextCodec(tokenizer, vocab=attachment.shape.vocab)
             ends = getattr(model.generation_config, "eos_token_id", None)
             frames = ChatFrame(codec, tokenizer, template=self._template, eos=ends,

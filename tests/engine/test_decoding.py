@@ -297,7 +297,7 @@ def test_a_forward_that_cannot_be_captured_runs_without_graphs_and_says_so_once(
         raise RuntimeError("operation not permitted when stream is capturing")
 
     monkeypatch.setattr(decoding, "_Graph", refuses)
-    engine.decoder._graphed = True
+    engine.decoder.graphed = True
     states = [engine.open(slot) for slot in range(3)]
     for state in states:
         feed(engine, state, ids_of(12))
@@ -326,9 +326,9 @@ def test_graphs_are_padded_with_copies_of_the_first_row(monkeypatch):
     for state in (*plain, *states):
         feed(engine, state, ids_of(12))
     for tokens in ([1, 2, 3], [4, 5, 6]):
-        engine.decoder._graphed = False
+        engine.decoder.graphed = False
         expected = together(engine, plain, tokens)
-        engine.decoder._graphed = True
+        engine.decoder.graphed = True
         for found, logits in zip(together(engine, states, tokens), expected, strict=True):
             torch.testing.assert_close(found, logits, rtol=TOLERANCE, atol=TOLERANCE)
     assert 4 in sizes and len(sizes) == len(set(sizes)), "one graph per power of two"
@@ -361,13 +361,13 @@ def test_a_batch_size_without_memory_for_its_graph_runs_without_one_and_the_othe
             self.replay = forward
 
     monkeypatch.setattr(decoding, "_Graph", Captured)
-    engine.decoder._graphed = True
+    engine.decoder.graphed = True
     states = [engine.open(slot) for slot in range(3)]
     for state in states:
         feed(engine, state, ids_of(12))
     for count in (3, 2, 3, 2, 3, 3, 2):
         together(engine, states[:count], [1, 2, 3][:count])
-    assert tried.count(4) == tried.count(2) == 1 and engine.decoder._graphed
+    assert tried.count(4) == tried.count(2) == 1 and engine.decoder.graphed
     assert caplog.text.count("no memory for it") == 1
 
 

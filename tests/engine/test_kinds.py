@@ -65,7 +65,7 @@ def engine_of(on: str, policy: str = "", units: int = UNITS, **options: int) -> 
     return build(policy or POLICIES[on], on=model(on), units=units, chunk_size=CHUNK, slots=6, **options)
 
 
-@pytest.mark.parametrize("on", some(KINDS, 13))
+@pytest.mark.parametrize("on", some(KINDS, 8))
 def test_it_is_exact_while_it_fits(on: str):
     """Fed one by one and asked after each, which runs every way of computing a provisional unit."""
     ids = ids_of(60, seed=4)
@@ -76,7 +76,7 @@ def test_it_is_exact_while_it_fits(on: str):
     assert (logits_at_each(small, small.open(0), ids) - expected).abs().max() > 1e-3, "it evicts, and that shows"
 
 
-@pytest.mark.parametrize("on", some(KINDS, 5))
+@pytest.mark.parametrize("on", some(KINDS, 3))
 def test_committed_state_is_a_function_of_the_tokens(on: str):
     """Whatever was asked, forked, undone, reloaded, or failed: equal tokens give bit-equal exports."""
     engine = engine_of(on)
@@ -89,7 +89,7 @@ def test_committed_state_is_a_function_of_the_tokens(on: str):
     law()
 
 
-@pytest.mark.parametrize("on", some(KINDS, 5))
+@pytest.mark.parametrize("on", some(KINDS, 3))
 def test_contexts_decode_together_as_alone(on: str):
     engine, lengths = engine_of(on), (1, 8, 29)
     prompts, reply = [ids_of(length, seed=length) for length in lengths], ids_of(12, seed=1)
@@ -110,7 +110,7 @@ def test_contexts_decode_together_as_alone(on: str):
         assert_same(engine.export(state), engine.export(again))
 
 
-@pytest.mark.parametrize("on", some(KINDS, 8))
+@pytest.mark.parametrize("on", some(KINDS, 4))
 @pytest.mark.parametrize("policy", ["streaming_llm", "h2o"])
 def test_the_formula_is_what_the_tensors_take(on: str, policy: str):
     engine = engine_of(on, policy)
@@ -118,8 +118,8 @@ def test_the_formula_is_what_the_tensors_take(on: str, policy: str):
     assert engine.pool.slot_bytes == sum(engine.pool.layer_bytes) + 2 * engine.shape.state_bytes
 
 
-@pytest.mark.parametrize("on", some(["lfm2", "gemma4-moe", "llama4", "hunyuan", "mimo", "qwen3.5", "falcon-h1",
-                                     "granite4-h", "gemma4-e2b"], 4))
+@pytest.mark.parametrize("on", some(["lfm2", "deepseek-v3", "gemma4-moe", "llama4", "hunyuan", "mimo", "qwen3.5",
+                                     "falcon-h1", "granite4-h", "gemma4-e2b", "kimi-linear", "ministral3"], 4))
 def test_units_in_few_bits_follow_the_same_laws(on: str):
     engine = build("keydiff", on=model(on), units=UNITS, chunk_size=CHUNK, slots=4, store_bits=8)
     assert engine.pool.bytes_resident == engine.pool.formula_bytes()
@@ -132,11 +132,23 @@ def test_units_in_few_bits_follow_the_same_laws(on: str):
     law()
 
 
-@pytest.mark.parametrize(("on", "what"), [("deepseek-v3", "latents, which are key and value at once"),
-                                          ("minimax-m3", "index keys")])
-def test_latents_and_index_keys_are_kept_as_they_are(on: str, what: str):
-    with pytest.raises(ConfigError, match=what):
-        build("keydiff", on=model(on), store_bits=8)
+@pytest.mark.parametrize("bits", [8, 4])
+def test_latents_in_few_bits_round_little_and_take_less(bits: int):
+    """K and V at once: each is rounded once, where expanded units would be rounded apart."""
+    ids, stock = ids_of(60, seed=4), model("deepseek-v3")
+    exact, coded = (build("streaming_llm", on=stock, units=64, chunk_size=CHUNK, slots=1, store_bits=each)
+                    for each in (16, bits))
+    expected = stock_logits(stock, ids)
+    found = logits_at_each(coded, coded.open(0), ids)
+    gap = ((found - expected).square().mean().sqrt() / expected.std()).item()
+    assert 1e-4 < gap < (0.02 if bits == 8 else 0.3)
+    unit = [engine.layout.stored_rows[0][0] * item for engine, item in ((exact, 4), (coded, 1))]
+    assert unit[1] < unit[0] / 2 and coded.layout.stored_rows[0][1] == 0
+
+
+def test_index_keys_are_kept_as_they_are():
+    with pytest.raises(ConfigError, match="index keys"):
+        build("keydiff", on=model("minimax-m3"), store_bits=8)
 
 
 @pytest.mark.parametrize("on", some(ALIBI, 1))

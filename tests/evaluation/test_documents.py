@@ -102,6 +102,7 @@ def test_content_has_another_digest_and_a_path_has_not(tmp_path: Path):
 
 
 @pytest.mark.parametrize("raw", [False, True])
+@pytest.mark.thorough(but=1)
 async def test_the_room_of_a_document_is_what_a_runtime_takes_for_it(tmp_path: Path, raw: bool):
     record = leval(input=HOSTILE, instructions=["What? " * 9], outputs=["A"])
     task = file_task(str(write(tmp_path, "tpo.jsonl", record)), raw)

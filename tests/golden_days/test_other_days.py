@@ -303,6 +303,7 @@ async def test_a_version_whose_configs_have_other_fields(clock: Clock, say: Say,
                                    DATED.replace("strftime_now('%d %B %Y')", "'28 November 2026'")],
                          ids=["other words", "other format", "no date", "fixed date"])
 @pytest.mark.parametrize("old", [True, False], ids=["old store", "new store"])
+@pytest.mark.thorough(but=5)
 async def test_another_template_is_refused_by_name(clock: Clock, say: Say, tmp_path: Path, other: str, old: bool):
     if old:
         shutil.copytree(FOLDER / "dated", tmp_path, dirs_exist_ok=True)
@@ -325,6 +326,7 @@ async def test_another_template_is_refused_by_name(clock: Clock, say: Say, tmp_p
 
 @pytest.mark.parametrize("options", [{"acknowledge": "Yes."}, {"acknowledge": None}])
 @pytest.mark.parametrize("template", TEMPLATES)
+@pytest.mark.thorough(but=3)
 async def test_another_acknowledgement_is_refused(clock: Clock, say: Say, tmp_path: Path, template: str, options: Any):
     """It is in the memory between what was fed and the next question, as the template's own text is."""
     shutil.copytree(FOLDER / template, tmp_path / "old")

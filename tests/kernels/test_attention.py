@@ -137,6 +137,7 @@ def peaked(T: int, N: int, G: int, D: int, where: str) -> tuple[Tensor, Tensor, 
 @pytest.mark.parametrize("logits", [1, 1 << 20])
 @pytest.mark.parametrize(("T", "N", "G", "D"), [(128, 128, 2, 64), (64, 300, 3, 128), (256, 700, 2, 64),
                                                (192, 1000, 1, 80)])
+@pytest.mark.thorough(but=10)
 def test_attention_by_products_rounds_each_weight_and_each_output_once(T, N, G, D, logits, where, monkeypatch):
     """Which is off by 2**-8 of itself at most, whatever the logits are, and in blocks of any size."""
     monkeypatch.setattr(torch_ops, "LOGITS", logits)

@@ -132,16 +132,18 @@ def test_an_out_of_memory_error_while_rope_is_probed_says_so(monkeypatch):
 # -- refused ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 2e-5), (torch.float16, 2e-2), (torch.bfloat16, 8e-2)])
-def test_refuses_a_norm_after_rope_that_changes_with_a_rotation(dtype, tolerance):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_refuses_a_norm_after_rope_that_changes_with_a_rotation(dtype):
     """One that subtracts the mean: Hunyuan's, which takes squares alone, is served."""
     hunyuan = make("hunyuan")
     assert attach(hunyuan)._rotary.factors.keys() == {0, 1, 2}
     for layer in hunyuan.model.layers:
         layer.self_attn.query_layernorm, layer.self_attn.key_layernorm = (nn.LayerNorm(16, bias=False) for _ in "qk")
     detach(hunyuan)
+    of_a_copy = "" if dtype == torch.float32 else f"This is of a copy in float32, without the rounding of {dtype}"
     with pytest.raises(UnsupportedModel, match=r"HunYuanDenseV1ForCausalLM: .*differ from the stock model's by .*"
-                                               rf"standard deviations .*; expected at most {tolerance:g} in {dtype}"):
+                                               "standard deviations .*; expected at most 2e-05 in torch.float32.*"
+                                               f"{of_a_copy}$"):
         attach(hunyuan.to(dtype))
 
 

@@ -30,6 +30,7 @@ def product(layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("rows", [0, 1, 2, 3, 64, 1000])
 @pytest.mark.parametrize(("outputs", "inputs"), SIZES)
 @pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.thorough(but=15)
 def test_a_product_is_the_layers_own(rows: int, outputs: int, inputs: int, bias: bool):
     torch.manual_seed(rows)
     layer = nn.Linear(inputs, outputs, bias=bias)

@@ -132,7 +132,7 @@ def nacl(proxies: int, first: int, share: float, seed: int, fresh: bool):
     ("nacl", {"random": 0.0}, (2, 3), nacl(1, 0, 0.0, 0, True)),
     ("nacl", {"proxies": 1.0, "random": 1.0}, (2, 3), nacl(8, 0, 1.0, 0, True)),
 ])
-@pytest.mark.thorough(but=3)
+@pytest.mark.thorough(but=2)
 def test_it_evicts_as_its_formula_does(policy: str, knobs: dict, protection: tuple[int, int], rule):
     """12 chunks with eviction: the same units in every layer and head, the same scores to 1e-4."""
     engine = build(policy, units=UNITS, chunk_size=CHUNK, sinks=2, stabilizers=3, **knobs)

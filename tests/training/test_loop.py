@@ -50,7 +50,7 @@ def same(one, two) -> bool:
     ("attention", dict(bias=True, kernel=3)), ("attention", dict(layers=(0, 2))),
     ("logprob", dict(features="hidden")), ("logprob", dict(features="hidden", output="retention", input_norm=True)),
 ])
-@pytest.mark.thorough(but=2)
+@pytest.mark.thorough(but=1)
 def test_training_learns_what_held_out_examples_need(tmp_path, label, more):
     model = make("llama")  # what its embeddings share is in every query, so that some tokens matter to all replies
     shared = torch.randn(64, generator=torch.Generator().manual_seed(3))
@@ -145,7 +145,7 @@ def stop_at(step: int, error: BaseException):
 
 @pytest.mark.parametrize("stops", [(5,), (1, 4, 11), (12,)])
 @pytest.mark.parametrize("kind", ["sequence", "stream"])
-@pytest.mark.thorough(but=2)
+@pytest.mark.thorough(but=1)
 def test_a_resumed_run_equals_an_uninterrupted_one(model, tmp_path, kind, stops):
     config = msgspec.structs.replace(QUICK, bias=True, held_out_max=3)
 
@@ -374,6 +374,7 @@ def test_another_precision_of_the_model_is_another_run(model, tmp_path):
     (lambda lines: [], "lines of the 3 steps"), (lambda lines: [lines[1]], "lines of the 3 steps"),
     (lambda lines: [b"{torn", *lines[1:]], "lines of the 3 steps"),
     (lambda lines: lines[1:], "the evaluation before the first step")])
+@pytest.mark.thorough(but=2)
 def test_metrics_that_are_lost_are_reported(model, tmp_path, damage, lost):
     """They are flushed before the checkpoint that relies on them."""
     with pytest.raises(Stop):
