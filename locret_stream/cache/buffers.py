@@ -112,8 +112,9 @@ class QuantisedBuffers(LayerBuffers):
         of_means = 2, heads, unit.key_dim
         own = (torch.zeros(slots, *of_means, dtype=torch.float32, device=device) if means is None else
                means.to(device, torch.float32).expand(slots, *of_means))
-        return cls(keys=keys, rotated=keys, values=values if unit.value_dim else keys, scores=scores, positions=positions, scratch=scratch,
-                   exact_keys=exact_keys, exact_values=exact_values, means=own, given=means is not None, dense=dense)
+        return cls(keys=keys, rotated=keys, values=values if unit.value_dim else keys, scores=scores,
+                   positions=positions, scratch=scratch, exact_keys=exact_keys, exact_values=exact_values, means=own,
+                   given=means is not None, dense=dense)
 
     @property
     def tensors(self) -> list[Tensor]:

@@ -73,7 +73,7 @@ def self_test(model: PreTrainedModel, attachment: Attachment) -> float:
           _short_windows(stock, attachment) as units):
         comparison = _Comparison(model, stock, attachment, units)
         gap = comparison.at(0)
-        for first in [] if comparison.copied else _far(stock, attachment):
+        for first in [] if comparison.copy else _far(stock, attachment):
             comparison.at(first)
     return gap
 
@@ -93,14 +93,14 @@ class _Comparison:
     Attributes:
         units: by layer that keeps units, its shape, with the window that it has in these texts.
         half: whether it is in fp16 or bf16, and the rounding of weights is not that of a quantiser.
-        copied: whether a copy in fp32 decides.
+        copy: one in fp32, with its attachment, if it decides.
     """
 
     def __init__(self, model: PreTrainedModel, stock: PreTrainedModel, attachment: Attachment,
                  units: Sequence[UnitShape]):
         self.model, self.stock, self.attachment, self.units = model, stock, attachment, units
         self.half = attachment.dtype.itemsize < 4 and not attachment.quantised
-        self.copied = self.half and _bytes_in_float32(model) <= COPIED
+        self.copy = self._copied(COPIED) if self.half else None
         self._tolerance = _TOLERANCE.get(attachment.dtype, _TOLERANCE[torch.bfloat16])
         self._ids = (torch.arange(TOTAL, device=attachment.device) * 7919 + 11) % min(attachment.shape.vocab, 50_000)
 
@@ -118,10 +118,10 @@ class _Comparison:
     def _agrees(self, gap: float, first: int, runs: list[_Run], last: Tensor, expected: Tensor) -> bool:
         attachment, tolerance = self.attachment, self._tolerance
         if self.half:
-            if self.copied:
-                return gap <= OF_ROUNDING and self._is_right_in_float32(refuse=True)
-            return gap <= OF_ROUNDING and (self._first_wrong(runs, first) is None or (
-                _bytes_in_float32(self.model) <= TRIED and self._is_right_in_float32(refuse=False)))
+            if gap > OF_ROUNDING:
+                return False
+            return self._copy_passes() if self.copy else (
+                self._first_wrong(runs, first) is None or self._larger_copy_passes())
         if gap <= tolerance:
             return True
         if attachment.states:  # layers with a recurrent state sum in another order when they read in pieces
@@ -181,17 +181,33 @@ class _Comparison:
         return [(name, numbers[id(module)], not self.half) for name, module in decoder.named_modules()
                 if (hasattr(module, "locret_layer") if self.half else id(module) in layers)]
 
-    def _is_right_in_float32(self, *, refuse: bool) -> bool:
-        """Whether a copy of the model in float32 passes; with `refuse` raises what it is refused by."""
+    def _copied(self, most: int) -> tuple[PreTrainedModel, Attachment] | None:
+        """A copy of the model in float32, if that takes at most so many bytes and says something: not where a model is
+        attached in fewer bits alone (Falcon with ALiBi), nor of one with a recurrent state, as the decays that its
+        layers have worked out beforehand would stay rounded."""
+        if self.attachment.states or sum(parameter.numel() for parameter in self.model.parameters()) * 4 > most:
+            return None
         exact = copy.deepcopy(self.model).float()
         try:
-            self_test(exact, Attachment(exact, self.attachment.attn))
+            return exact, Attachment(exact, self.attachment.attn)
+        except UnsupportedModel:
+            return None
+
+    def _copy_passes(self) -> bool:
+        assert self.copy is not None
+        try:
+            self_test(*self.copy)
         except UnsupportedModel as error:
-            if refuse:
-                raise UnsupportedModel(f"{error}. This is of a copy in float32, without the rounding of "
-                                       f"{self.attachment.dtype}") from error
-            return False
+            raise UnsupportedModel(f"{error}. This is of a copy in float32, without the rounding of "
+                                   f"{self.attachment.dtype}") from error
         return True
+
+    def _larger_copy_passes(self) -> bool:
+        found = self._copied(TRIED)
+        try:
+            return found is not None and self_test(*found) >= 0
+        except UnsupportedModel:
+            return False
 
     # -- reading ----------------------------------------------------------------------------------------------
 
@@ -305,10 +321,6 @@ def _named(config: object, names: Sequence[str]) -> Iterator[int]:
             if name in names and isinstance(value, int):
                 yield value
             yield from _named(value, names)
-
-
-def _bytes_in_float32(model: PreTrainedModel) -> int:
-    return sum(parameter.numel() for parameter in model.parameters()) * 4
 
 
 def _gap(found: Tensor, expected: Tensor, scale: Tensor) -> float:
