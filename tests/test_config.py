@@ -10,6 +10,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from locret_stream.budgets import largest
 from locret_stream.config import (
     Budget,
     ModelShape,
@@ -147,6 +148,11 @@ def test_shares_of_heads_leave_every_layer_room_to_compete(units: int, sinks: in
 def test_a_mean_that_fits_the_window_fits_it_by_any_shares(shares: tuple[float, ...], most: int):
     budget = Budget(units=most, sinks=0, stabilizers=0)
     assert budget.per_layer(shape_of(len(shares)), shares, most=most) == (most,) * len(shares)
+
+
+def test_the_largest_number_that_fits_is_found_up_to_the_most():
+    for most, fitting in itertools.product(range(7), range(9)):
+        assert largest(fitting.__ge__, most) == min(fitting, most)
 
 
 def test_uniform_is_no_advice():

@@ -43,6 +43,14 @@ def test_noise_is_keyed_by_seed_and_position():
     draw(logits, 2**40, temperature=1.0, seed=-(2**70))
 
 
+def test_seeds_side_by_side_do_not_share_their_noise_shifted():
+    """Else replies with the seeds 0, 1, 2 would be near copies of each other."""
+    logits = logits_of()
+    for seed in (0, 7):
+        late = [draw(logits, position + 1, temperature=2.0, seed=seed) for position in range(40)]
+        assert [draw(logits, position, temperature=2.0, seed=seed + 1) for position in range(40)] != late
+
+
 def test_sampling_leaves_the_logits_and_the_global_generator_alone():
     logits = logits_of()
     before, state = logits.clone(), torch.random.get_rng_state()

@@ -189,6 +189,15 @@ def test_saved_heads_load_to_the_same_scores(tmp_path, more):
     torch.testing.assert_close(half.score(0, *inputs()), heads.score(0, *inputs()), atol=0.05, rtol=0.05)
 
 
+@pytest.mark.parametrize("input_norm", [False, True])
+@torch.no_grad()
+def test_at_inference_a_batch_of_one_is_scored_as_in_a_batch_of_two(input_norm: bool):
+    heads, both = RetainingHeads(config(input_norm=input_norm, bias=True)), inputs()
+    for layer in range(LAYERS):
+        alone = heads.score(layer, *(part[:1] for part in both))
+        torch.testing.assert_close(alone, heads.score(layer, *both)[:1])
+
+
 def test_means_of_keys_are_read_beside_heads(tmp_path):
     heads, means = RetainingHeads(config()), torch.randn(LAYERS, KV, DIM)
     heads.save(tmp_path)
