@@ -109,6 +109,17 @@ def test_prefill_attention_is_causal_with_its_ends_aligned(ops, T, N, G, extra):
     assert torch.equal(same, found_out) and none is None
 
 
+@pytest.mark.parametrize("ops", OPERATIONS)
+@pytest.mark.parametrize(("T", "N"), [(13, 13), (7, 30), (1, 9)])
+def test_a_window_about_as_long_as_the_units_hides_just_those_before_it(ops, T, N):
+    q, k, v = inputs(T, N, 2)
+    for window in (N - 1, N, N + 1):
+        out, lse, _ = dense(q, k, v, 0.3, list(range(N - T, N)), window=window)
+        found_out, found_lse = ops.prefill_attention(q, k, v, 0.3, window=window)
+        torch.testing.assert_close(found_out.double(), out, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(found_lse.double(), lse, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize(("T", "N"), [(12, 12), (12, 31), (4, 4), (4, 9), (8, 8), (11, 31)])
 def test_prefill_attention_of_a_chunk_in_blocks(T, N, monkeypatch):
     """Of whole blocks, one or several, with units before the chunk and without; 11 rows are none of whole blocks."""
