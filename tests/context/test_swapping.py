@@ -14,6 +14,7 @@ import pytest
 
 from locret_stream import NoSlot, Runtime, Store, StoreError, StreamingContext
 from locret_stream.context import saving
+from locret_stream.context.session_state import SessionState
 from locret_stream.runtime import sharing, slots
 from locret_stream.runtime.slots import Slots
 from tests.context.support import (
@@ -263,6 +264,25 @@ async def test_a_chunk_that_was_pending_when_it_was_saved_and_committed_since_is
                 await ctx.snapshot()
         async with runtime.open("a", raw=True) as ctx:
             await expect_replay(ctx, plain)
+
+
+async def test_what_is_accepted_while_a_swap_out_clears_older_snapshots_away_is_kept(tmp_path: Path, monkeypatch):
+    """Its snapshot is written and has none of it."""
+    real = saving.prune
+
+    async def prune(session: SessionState) -> None:
+        monkeypatch.setattr(saving, "prune", real)
+        await ctx.push(ids_of(2, 2 * CHUNK))
+        await real(session)
+
+    async with tiny(store=tmp_path, max_live=1) as runtime, tiny() as plain, runtime.open("a", raw=True) as ctx:
+        await ctx.push(ids_of(1, CHUNK + 3))
+        monkeypatch.setattr(saving, "prune", prune)
+        async with runtime.open("b"):
+            assert ctx.swapped_out and saving.prune is real
+        await ctx.push(ids_of(3, CHUNK))
+        assert ids_in(ctx) == ids_of(1, CHUNK + 3) + ids_of(2, 2 * CHUNK) + ids_of(3, CHUNK)
+        await expect_replay(ctx, plain)
 
 
 async def test_an_opened_session_has_no_whole_chunk_pending(tmp_path: Path):
@@ -639,6 +659,22 @@ def test_a_slot_that_a_finaliser_gives_back_is_given_on():
 
 
 @pytest.mark.filterwarnings("error::ResourceWarning")
+@pytest.mark.parametrize("first", ["given", "cancelled"])
+async def test_a_call_that_is_cancelled_just_as_it_is_given_its_slot_gives_it_back(first: str):
+    slots = Slots([3])
+    slot = await slots.acquire(20, "live")
+    waiting = asyncio.create_task(slots.acquire(20, "live"))
+    await until(lambda: slots.waiting == 1)
+    for step in (first, "cancelled" if first == "given" else "given"):
+        if step == "given":
+            slots.give_back(slot)
+        else:
+            waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert (slots.free, slots.waiting) == (1, 0)
+
+
 async def test_a_context_that_is_dropped_gives_its_slot_back_though_warnings_are_errors(
         monkeypatch: pytest.MonkeyPatch):
     told: list[str] = []
