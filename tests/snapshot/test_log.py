@@ -312,6 +312,21 @@ def test_another_stream_hides_what_takes_the_place_of_an_undone_id():
     spool.close()
 
 
+@pytest.mark.parametrize("room", [1, 4, 7])
+def test_another_stream_hides_what_takes_the_place_of_ids_whose_write_failed_halfway(room: int):
+    spool = Spool(0, hidden=True)
+    spool.append([1, 2, 3])
+    first, sound = spool._scrambler, spool._file
+    spool._file = Full(sound, room)
+    with pytest.raises(OSError, match="No space"):
+        spool.append([4, 5, 6])
+    spool._file = sound
+    spool.append([7])
+    second, ids = spool._scrambler, spool.read(4).tolist()
+    spool.close()
+    assert second is not first and ids == [1, 2, 3, 7]
+
+
 # -- parts --------------------------------------------------------------------------------------------------------
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from locret_stream.errors import ConfigError, StaleOwner
-from locret_stream.snapshot import removing
+from locret_stream.errors import ConfigError, SnapshotCorrupt, StaleOwner
+from locret_stream.snapshot import claims, removing
 from locret_stream.snapshot.local import LocalFiles
 from locret_stream.snapshot.names import folder_of, hashed, write_alias
 from locret_stream.snapshot.removing import GRACE_S
@@ -207,3 +207,33 @@ def test_a_fork_that_is_saved_while_its_name_is_freed_keeps_it(local, monkeypatc
     saving.join(30)
     assert [snapshot.name for snapshot in saved] == ["bob"] and again(local).has("bob")
     assert same(loaded(again(local), "bob"), other.record()) and sound(local)
+
+
+@pytest.mark.parametrize("meanwhile", ["written", "removed"])
+def test_an_alias_that_others_write_or_remove_while_a_name_is_looked_up_is_no_damage(store, meanwhile, monkeypatch):
+    """Where it is missing beside a fork, or leads nowhere, it is damaged, if it is so at the second look too."""
+    branch, toy = begin(store, "alice", tokens=30)
+    save(branch, toy)
+    save(branch.fork("bob", toy.seen), toy)
+    files, real, looks = store.files, claims.has_snapshots, []
+    if meanwhile == "written":
+        name, before, after, leads = "bob", None, "alice", folder_of("alice")
+    else:
+        name, before, after, leads = "carol", "nobody", None, None
+
+    def lie(target: str | None) -> None:
+        files.delete(f"{folder_of(name)}/branch")
+        if target is not None:
+            write_alias(files, folder_of(name), folder_of(target))
+
+    def has_snapshots(*arguments: Any) -> bool:
+        looks.append(found := real(*arguments))
+        if len(looks) == 1:
+            lie(after)
+        return found
+
+    lie(before)
+    with pytest.raises(SnapshotCorrupt):
+        claims.fork_target(files, folder_of(name))
+    monkeypatch.setattr(claims, "has_snapshots", has_snapshots)
+    assert claims.fork_target(files, folder_of(name)) == leads and looks
