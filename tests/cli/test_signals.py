@@ -95,6 +95,22 @@ def test_what_runs_is_ended_in_order(sigint: str):
     assert (process.returncode, out, err) == (143, "ended in order\nTrue\n", "\nTerminated: so far.\n")
 
 
+HANGS_UP = """
+import signal
+from locret_stream.cli.signals import Summary, interruptible
+with interruptible(Summary("so far")):
+    signal.raise_signal(signal.SIGHUP)
+    print("goes on")
+"""
+
+
+@pytest.mark.parametrize(("ignored", "ends"), [(("HUP",), (0, "goes on\n", "")),
+                                               ((), (129, "", "\nTerminated: so far.\n"))], ids=["nohup", "heard"])
+def test_a_closed_terminal_ends_a_verb_but_not_under_nohup(ignored: tuple[str, ...], ends: tuple[int, str, str]):
+    done = run_python("-c", HANGS_UP, ignored=ignored, timeout_s=60)
+    assert (done.returncode, done.stdout, done.stderr) == ends
+
+
 def test_the_reader_waits_for_a_pipe_without_a_thread():
     async def both() -> list[str | None]:
         read, write = os.pipe()

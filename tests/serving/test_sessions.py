@@ -14,6 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
+from locret_stream import NoSlot
 from tests.langchain.support import Script
 from tests.serving.support import MODEL, Served, serving
 from tests.serving.test_left import wait_until
@@ -123,6 +124,24 @@ def test_a_stream_that_breaks_off_goes_on_or_leaves_nothing(served: Served, monk
     assert again.json()["message"] == done["message"]  # who missed the answer asks again
     unknown = served.http.post("/v1/sessions/builds/ingest", content=b"x", params={"upload": "u2", "offset": 7})
     assert unknown.status_code == 409 and unknown.json()["error"]["code"] == "upload_lost"
+
+
+def test_a_stream_that_is_cut_off_inside_a_piece_does_not_go_on(served: Served, monkeypatch: pytest.MonkeyPatch):
+    """The memory has read a part of it, and nobody knows how much: it is undone, and begins again."""
+    from locret_stream.conversation.absorbing import Absorption
+    real = Absorption.push
+
+    async def push(self: Absorption, text: str) -> None:
+        await real(self, text[:len(text) // 2])
+        raise NoSlot("no live slot came free")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Absorption, "push", push)
+        cut = served.http.post("/v1/sessions/builds/ingest", content=LOG[:500].encode(), params={"upload": "u1"})
+    assert cut.status_code == 503
+    assert served.http.get("/v1/sessions/builds/ingest", params={"upload": "u1"}).status_code == 404
+    ingest(served, "builds", LOG[:500], upload="u1")
+    assert served.http.get("/v1/sessions/builds/text").json()["text"].count("3 the door is shut") == 1
 
 
 def test_a_sender_that_never_comes_back_is_given_up(served: Served, monkeypatch: pytest.MonkeyPatch):
