@@ -3,6 +3,7 @@ as if they had never stopped, forks and questions leave no trace, and a turn rea
 
 from __future__ import annotations
 
+import asyncio
 from functools import cache
 from pathlib import Path
 
@@ -11,8 +12,12 @@ from transformers import PreTrainedModel
 
 from locret_stream.config import Budget, Recall
 from locret_stream.engine import Engine, EngineState
+from locret_stream.errors import SnapshotError
 from tests.architectures import CONFIGS, make
+from tests.context import killed
 from tests.context.support import CHUNK, TEXT, expect_same, snap, tiny, tokenizer
+from tests.kit import assert_same
+from tests.processes import leaving_none, start_python
 
 QUESTION = "What is the pass key of falcon?"
 
@@ -113,3 +118,57 @@ async def test_a_long_chat_reads_new_tokens_alone(name: str, tmp_path: Path, mon
                 async with ctx.fork() as fork:
                     await fork.feed("One more message of the fork.")
                     assert sum(committed[before:]) <= fork.memory.tokens - tokens + CHUNK, "it reads nothing again"
+
+
+@pytest.mark.parametrize("name", ["qwen3.5", "lfm2", "falcon-h1", "deepseek-v3", "gemma4-e2b"])
+@pytest.mark.thorough
+async def test_what_a_killed_process_said_it_saved_is_there(name: str, tmp_path: Path):
+    """Killed twice, in the midst of reading and saving; each goes on where the one before was."""
+    said = [0]
+    for lines in (4, 9):
+        with leaving_none():
+            process = start_python("-m", "tests.context.killed", name, tmp_path)
+            assert process.stdout is not None
+            for _ in range(lines):
+                said.append(int(process.stdout.readline()))
+            await asyncio.sleep(0.01 * lines)  # somewhere in what comes next
+            process.kill()
+            said += [int(line) for line in process.stdout.read().split("\n")[:-1]]
+    assert said == sorted(said) and said[-1] > 40
+    async with tiny(**options(name, store=tmp_path)) as runtime, runtime.open("talk", raw=True) as ctx:
+        tokens = ctx.memory.tokens
+        assert tokens in (said[-1], said[-1] + killed.AT_ONCE), "one save may have been done and not been said"
+        async with runtime.open(raw=True) as again:
+            await again.feed(killed.ids(tokens))
+            assert_same((await snap(ctx)).tensors, (await snap(again)).tensors)
+
+
+def files_of(folder: Path) -> list[Path]:
+    """All that hold anything, in order."""
+    return sorted(path for path in folder.rglob("*") if path.is_file() and path.stat().st_size)
+
+
+@pytest.mark.parametrize("name", ["qwen3.5", "deepseek-v3", "lfm2", "granite4-h", "falcon-h1", "gemma4-moe", "llama4",
+                                  "ministral3"])
+@pytest.mark.thorough(but=1)
+async def test_a_byte_that_changed_in_any_file_is_refused_or_does_no_harm(name: str, tmp_path: Path):
+    async with tiny(**options(name, store=tmp_path, autosave=False)) as runtime:
+        async with runtime.open("talk") as ctx:
+            await ctx.feed(TEXT)
+            await ctx.snapshot()
+            whole = await snap(ctx)
+        refused = 0
+        for file in files_of(tmp_path):
+            sound = file.read_bytes()
+            damaged = bytearray(sound)
+            damaged[len(sound) // 2] ^= 4
+            file.write_bytes(damaged)
+            try:
+                async with runtime.open("talk") as ctx:
+                    expect_same(await snap(ctx), whole)
+            except SnapshotError:
+                refused += 1
+            file.write_bytes(sound)
+        assert refused >= 2, "its manifest, and a page"
+        async with runtime.open("talk") as ctx:
+            expect_same(await snap(ctx), whole)
