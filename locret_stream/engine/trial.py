@@ -15,7 +15,7 @@ from locret_stream.errors import LocretError, UnsupportedModel
 from locret_stream.models import Attachment, Attended, LayerCall, RopeTables, visible
 from locret_stream.policies import make_policy
 
-CHUNK, KEPT, PENDING = 8, 16, 3  # tokens of a chunk; units that each layer keeps; tokens behind the last chunk
+CHUNK = 8  # tokens of a chunk, or fewer, as two chunks of units and a third one fit the model's window
 CLOSE, OF_ROUNDING = 1e-2, 0.5  # gaps in fp32, where layers may sum in other orders, and in fewer bits
 POLICY = "keydiff"  # which scores keys, so that it reads what a unit is
 _lock = threading.Lock()
@@ -24,8 +24,9 @@ _lock = threading.Lock()
 @torch.no_grad()
 def try_out(attachment: Attachment) -> None:
     """Read 19 tokens in chunks of 8 with all units kept, and compare the next token's logits with those of one forward;
-    then evict, fork, and decode both together. Once per attachment: the self-test at attaching compares what attention
-    computes with the stock model, in tensors; this one holds that to what keeps units in use.
+    then keep 16 units of 24, fork, and decode both together. Fewer where the model's window is shorter. Once per
+    attachment: the self-test at attaching compares what attention computes with the stock model, in tensors; this one
+    holds that to what keeps units in use.
 
     Raises:
         UnsupportedModel: something fails, or differs.
@@ -43,20 +44,25 @@ def try_out(attachment: Attachment) -> None:
 
 
 def _try(attachment: Attachment) -> None:
-    config = StreamConfig(budget=Budget(units=KEPT, sinks=1, stabilizers=2), chunk_size=CHUNK, policy=POLICY)
+    chunk = min(CHUNK, attachment.shape.window // 3)
+    kept, pending = 2 * chunk, chunk // 2 - 1
+    if pending < 1:
+        return  # a window of fewer than 12 positions, as no model has that anybody runs
+    config = StreamConfig(budget=Budget(units=kept, sinks=1, stabilizers=2), chunk_size=chunk, policy=POLICY)
     engine = Engine(attachment, config, make_policy(POLICY, {}, None), slots=2)
     engine.decoder.graphed = False  # a graph takes longer to record than all of this
-    ids = [(place * 7919 + 11) % min(attachment.shape.vocab, 50_000) for place in range(KEPT + CHUNK + PENDING)]
-    state, text = engine.open(0), ids[:KEPT + PENDING]
+    ids = [(place * 7919 + 11) % min(attachment.shape.vocab, 50_000) for place in range(kept + chunk + pending)]
+    state, text = engine.open(0), ids[:kept + pending]
     _feed(engine, state, text)
-    found, expected = engine.logits(state), _of_one_forward(attachment, engine.layout.tables, text)
+    found, expected = engine.logits(state), _of_one_forward(
+        attachment, attachment.tables(max(engine.layout.tables.capacity, len(text))), text)
     gap = ((found - expected).square().mean().sqrt() / expected.std().clamp(min=1e-6)).item()
     if not gap <= (CLOSE if attachment.dtype.itemsize >= 4 and not attachment.quantised else OF_ROUNDING):
-        raise _refused(attachment, f"its logits behind {len(text)} tokens in chunks of {CHUNK} differ from those of "
+        raise _refused(attachment, f"its logits behind {len(text)} tokens in chunks of {chunk} differ from those of "
                                    f"one forward by {gap:.3g} standard deviations (root mean square)")
     _feed(engine, state, ids[len(text):])
-    if max(state.store.counts) > KEPT:
-        raise _refused(attachment, f"a layer kept {max(state.store.counts)} units of {KEPT}")
+    if max(state.store.counts) > kept:
+        raise _refused(attachment, f"a layer kept {max(state.store.counts)} units of {kept}")
     fork = engine.fork(state, 1)
     engine.accept(state, ids[:1])
     engine.accept(fork, ids[:1])

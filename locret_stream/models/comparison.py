@@ -7,7 +7,7 @@ import functools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import msgspec
 import torch
@@ -27,8 +27,9 @@ _TOLERANCE = {torch.float64: 1e-7, torch.float32: 2e-5, torch.float16: 2e-2, tor
 """Of root mean square differences, which rounding moves far less than the largest one: for the bundled model in bf16
 these are 0.04 and 0.34."""
 
-TOTAL, PIECES = 24, (9, 1, 14)  # tokens of each text, and of each piece of it that is read
+TOTAL = 24  # tokens of each text, or as many as fit the model's window
 CHOSEN, SHORT = 12, 8  # of these, how many an index chooses, and how many a window or a block has
+TEXTS = 3  # that are tried where an index chooses: between scores that are nearly equal rounding decides
 BY_LAYER = 8e-2  # tolerance of a quantised layer, as a share of the root mean square that the layer adds to its input
 BY_ATTENTION = 5e-2  # of attention in fp16 and bf16, as a share of the root mean square of its output
 OF_STATES = 5e-3  # most that the stock model may differ from itself when it reads in pieces
@@ -102,18 +103,27 @@ class _Comparison:
         self.half = attachment.dtype.itemsize < 4 and not attachment.quantised
         self.copy = self._copied(COPIED) if self.half else None
         self._tolerance = _TOLERANCE.get(attachment.dtype, _TOLERANCE[torch.bfloat16])
-        self._ids = (torch.arange(TOTAL, device=attachment.device) * 7919 + 11) % min(attachment.shape.vocab, 50_000)
+        self._total = min(TOTAL, max(3, attachment.shape.window))
+        self._pieces = [before := self._total * 9 // TOTAL, 1, self._total - before - 1]
+        self._ids = self._text(0)
 
     def at(self, first: int) -> float:
         """Compare from that position on: logits, or hidden states behind the beginning of a text. Returns and raises as
         `self_test`."""
-        runs, last, expected = self._read_whole(first)
-        hidden = self._read_in_pieces(first)
-        found = hidden if first else [self.attachment.logits(each) for each in hidden]
-        gap = _gap(torch.cat(found, 1), expected, expected.std())
-        if not self._agrees(gap, first, runs, last, expected):
-            self._refuse(gap, first, runs, expected)
-        return gap
+        for number in range(TEXTS if self.attachment.shape.chooses else 1):
+            self._ids = self._text(number)
+            runs, last, expected = self._read_whole(first)
+            hidden = self._read_in_pieces(first)
+            found = hidden if first else [self.attachment.logits(each) for each in hidden]
+            gap = _gap(torch.cat(found, 1), expected, expected.std())
+            if self._agrees(gap, first, runs, last, expected):
+                return gap
+        return self._refuse(gap, first, runs, expected)
+
+    def _text(self, number: int) -> Tensor:
+        """Ids [T], others for each number."""
+        places = torch.arange(self._total, device=self.attachment.device) + number * self._total
+        return (places * 7919 + 11) % min(self.attachment.shape.vocab, 50_000)
 
     def _agrees(self, gap: float, first: int, runs: list[_Run], last: Tensor, expected: Tensor) -> bool:
         attachment, tolerance = self.attachment, self._tolerance
@@ -138,14 +148,15 @@ class _Comparison:
         head = 0.0 if first else _gap(attachment.logits(last), expected, expected.std())
         return head <= tolerance and self._first_wrong(runs, first) is None
 
-    def _refuse(self, gap: float, first: int, runs: list[_Run], expected: Tensor) -> None:
+    def _refuse(self, gap: float, first: int, runs: list[_Run], expected: Tensor) -> NoReturn:
         name, tolerance = type(self.model).__name__, self._tolerance
         if not first:
-            alone = self.stock(self._ids[None, :PIECES[0]], use_cache=False).logits
-            if (ahead := _gap(alone, expected[:, :PIECES[0]], expected.std())) > AMPLIFIED * tolerance:
+            some = self._pieces[0]
+            alone = self.stock(self._ids[None, :some], use_cache=False).logits
+            if (ahead := _gap(alone, expected[:, :some], expected.std())) > AMPLIFIED * tolerance:
                 raise UnsupportedModel(
                     f"{name}: what it computes of a text depends on what comes after it: the logits of the first "
-                    f"{PIECES[0]} tokens differ by {ahead:.3g} standard deviations (root mean square) from those of "
+                    f"{some} tokens differ by {ahead:.3g} standard deviations (root mean square) from those of "
                     "these alone; expected a causal model")
         wrong = self._first_wrong(runs, first)
         raise UnsupportedModel(
@@ -154,15 +165,16 @@ class _Comparison:
             f"expected at most {tolerance:g} in {self.attachment.dtype}. "
             + ("Each of its layers agrees by itself" if wrong is None else
                f"Layer {wrong[0]} is the first that differs by itself, by {wrong[1]:.3g} of what it adds")
-            + ": it does something that this library does not reproduce (for example a norm behind RoPE that subtracts "
-            "a mean), so it is refused" + ("; load it in float32 to rule rounding out" if self.half else ""))
+            + ". The model does something that this library does not reproduce (for example a norm behind RoPE that "
+            "subtracts a mean), so it is refused" + ("; load it in float32 to rule rounding out" if self.half else ""))
 
     @functools.cached_property
     def _own(self) -> float:
         """How far the stock model's logits are from its own, where it reads the same pieces with the cache that it
         makes itself; one token at a time behind the first of them where it forgets otherwise."""
         cache, logits = None, []
-        parts = [PIECES[0], *[1] * sum(PIECES[1:])] if self.attachment.stepwise else list(PIECES)
+        first, *others = self._pieces
+        parts = [first, *[1] * sum(others)] if self.attachment.stepwise else self._pieces
         for part in self._ids.split(parts):
             out = self.stock(part[None], past_key_values=cache, use_cache=True)
             cache = getattr(out, "past_key_values", None)  # none where modules hold the state
@@ -223,7 +235,7 @@ class _Comparison:
             hooks.enter_context(decoder.register_forward_hook(
                 lambda _, args, out: last.append(out.last_hidden_state)))
             if first:
-                positions = first + torch.arange(TOTAL, device=self._ids.device)[None]
+                positions = first + torch.arange(self._total, device=self._ids.device)[None]
                 decoder(input_ids=self._ids[None], position_ids=positions, use_cache=False)
                 return runs, last[0], last[0].float()
             logits = self.stock(self._ids[None], use_cache=False).logits.float()
@@ -231,7 +243,7 @@ class _Comparison:
 
     def _read_in_pieces(self, first: int) -> list[Tensor]:
         """Hidden states of the pieces, each of which sees all before it."""
-        attachment, tables = self.attachment, self.attachment.tables(first + TOTAL, first)
+        attachment, tables = self.attachment, self.attachment.tables(first + self._total, first)
         cache: dict[int, tuple[Tensor, Tensor]] = {}
 
         def step(call: LayerCall) -> Attended:
@@ -246,7 +258,7 @@ class _Comparison:
             return tables.rotate_queries(call.layer, call.q, start), k[..., :call.k.shape[-1]], v, mask
 
         carried, hidden, start = attachment.carry((), [0] * attachment.shape.layers), [], 0
-        for part in self._ids.split(PIECES):
+        for part in self._ids.split(self._pieces):
             hidden.append(attachment.hidden(part[None], step, carried, first + start))
             start += len(part)
             carried = carried and attachment.carry(carried.tensors, [start] * attachment.shape.layers)
@@ -255,7 +267,7 @@ class _Comparison:
     def _first_wrong(self, runs: list[_Run], first: int) -> tuple[int, float] | None:
         """The first layer whose part differs by more than it may where it gets the input of the stock model's, and by
         how much of what that adds."""
-        inputs, outputs = [run.before.split(PIECES, 1) for run in runs], list[Tensor]()  # part after part, by piece
+        inputs, outputs = [run.before.split(self._pieces, 1) for run in runs], list[Tensor]()  # these by piece
 
         def replace(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
             piece, part = divmod(len(outputs), len(inputs))
@@ -285,7 +297,7 @@ def _short_windows(stock: PreTrainedModel, attachment: Attachment) -> Iterator[S
     config, units = decoder_of(stock).config, attachment.shape.units
     usual = {name: value for name in _WINDOWS if isinstance(value := getattr(config, name, None), int)
              and value > SHORT}
-    ids = torch.arange(TOTAL, device=attachment.device)[None]
+    ids = torch.arange(min(TOTAL, attachment.shape.window), device=attachment.device)[None]
     before = stock(ids, use_cache=False).logits if usual else ids
     try:
         for name in usual:

@@ -127,7 +127,7 @@ def _in_words(attachment: Attachment, indices: list[int], has_state: bool) -> st
         unit = attachment.shape.units[index]
         words.append(("units" if unit.value_dim else "latents") + (f" of the last {unit.sliding:,} tokens"
                                                                    if unit.sliding else ""))
-    return " and ".join([*words, *(["a state"] if has_state else [])]) or "nothing of its own"
+    return " and ".join([*words, *(["a state"] if has_state else [])]) or "nothing"
 
 
 def _form(layer: nn.Module, number: int) -> str:

@@ -7,8 +7,9 @@ import pytest
 import torch
 import transformers as tf
 
+from locret_stream.engine import try_out
 from locret_stream.errors import UnsupportedModel
-from locret_stream.models import Attachment, attach, comparison, detach, rotary, self_test
+from locret_stream.models import Attachment, attach, attached, comparison, detach, rotary, self_test
 from tests.architectures import CONFIGS, LATENT, make
 
 
@@ -109,3 +110,37 @@ def test_layers_that_run_several_times_are_compared_one_by_one(wrong: bool):
         found = compared._first_wrong(runs, 0)
     assert len(runs) == 8 and len(attachment.layers) == 4
     assert (found is not None and found[0] == 3 and found[1] > 1e-4) if wrong else found is None
+
+
+@pytest.mark.parametrize(("name", "fields"), [
+    ("mistral-sliding", dict(sliding_window=1)), ("mistral-sliding", dict(sliding_window=7)),
+    ("recurrent-gemma", dict(attention_window_size=7)), ("llama", dict(max_position_embeddings=16)),
+    ("doge", dict(keep_window_size=16)), ("qwen3.5", dict(max_position_embeddings=12))])
+def test_models_for_fewer_tokens_than_a_text_has_are_served(name: str, fields: dict):
+    """Short windows in all layers, few positions, and a choice of few keys: the text is as long as fits."""
+    config = CONFIGS[name]()
+    for field, value in fields.items():
+        setattr(config, field, value)
+    with attached(make("", config=config)) as attachment:
+        try_out(attachment)
+        assert attachment.shape.window <= 16 or attachment.shape.sliding == (fields["sliding_window"],) * 3
+
+
+@pytest.mark.parametrize(("name", "served"), [("glm-5", True), ("llama", False)])
+def test_another_text_is_tried_where_an_index_chooses(name: str, served: bool, monkeypatch):
+    """Between index scores that are nearly equal rounding decides."""
+    agrees, seen = comparison._Comparison._agrees, []
+
+    def but_for_the_first(self, *args):
+        seen.append(self._ids.tolist())
+        return len(seen) > 1 and agrees(self, *args)
+
+    monkeypatch.setattr(comparison._Comparison, "_agrees", but_for_the_first)
+    stock = make(name)
+    if served:
+        attach(stock)
+        assert seen[0] != seen[1]
+        detach(stock)
+    else:
+        with pytest.raises(UnsupportedModel, match=r"Each of its layers agrees by itself\. The model does something"):
+            attach(stock)
