@@ -385,8 +385,8 @@ def _unturned_one(x: Tensor, *args: object, **kwargs: object) -> Tensor:
 def _spare_rotation(module: nn.Module) -> None:
     """Make this one module's forward skip the rotation by identity embeddings, which changes nothing.
 
-    In it the rotation is `_unturned`: that saves some ten small operations per layer and step. A forward that is
-    wrapped, or rotates in another way, stays as it is.
+    In it the rotation is `_unturned`: that saves some ten small operations per layer and step. A forward that the
+    module has of its own, or that rotates in another way, stays as it is.
     """
     forward = getattr(type(module), "forward", None)
     if "forward" in vars(module) or not calls(forward, "apply_rotary_pos_emb"):

@@ -144,3 +144,27 @@ def test_another_text_is_tried_where_an_index_chooses(name: str, served: bool, m
     else:
         with pytest.raises(UnsupportedModel, match=r"Each of its layers agrees by itself\. The model does something"):
             attach(stock)
+
+
+@pytest.mark.parametrize("name", ["llama", "lfm2"])
+def test_in_few_bits_a_large_model_whose_attention_agrees_is_refused_for_what_differs_elsewhere(
+        name: str, as_a_large_model):
+    """By more than the tolerance, and by more than the stock model differs from itself."""
+    stock = make(name, dtype=torch.bfloat16)
+    attachment = Attachment(stock, "auto")
+    assert self_test(stock, attachment) < 0.08
+    attachment._head = torch.nn.Linear(64, 401, bias=False)
+    attachment._head.weight.data = stock.lm_head.weight.data * 1.2
+    with pytest.raises(UnsupportedModel, match=r"by 0\.2.* in torch.bfloat16. Each of its layers agrees by itself"):
+        self_test(stock, attachment)
+
+
+def test_no_other_text_is_tried_where_a_layer_differs_by_itself(monkeypatch):
+    stock, seen, text = make("glm-5"), [], comparison._Comparison._text
+    monkeypatch.setattr(comparison._Comparison, "_text", lambda self, number: (
+        seen.append(number), text(self, number))[1])
+    attachment = Attachment(stock, "auto")
+    attachment.layers[1].self_attn.scaling *= 2
+    with pytest.raises(UnsupportedModel, match="Layer 1 is the first that differs by itself"):
+        self_test(stock, attachment)
+    assert 1 not in seen

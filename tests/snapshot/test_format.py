@@ -77,7 +77,7 @@ BODIES = st.one_of(
 
 
 @given(BODIES, CONTENTS, st.booleans())
-@settings(max_examples=60)
+@settings(max_examples=150)
 def test_what_was_packed_is_unpacked_bit_for_bit(body, contents: dict[str, dict[str, Tensor]], writable: bool):
     parts = pack(body, contents)
     data = (bytearray if writable else bytes)(b"".join(parts))
