@@ -143,11 +143,15 @@ def test_what_stays_read_is_what_would_be_read_anew(policy: str, on: str, bits: 
     assert kept[0] > 50
 
 
-@pytest.mark.parametrize("bits", [4, (16, 8)])
-def test_what_is_decoded_is_the_same_with_a_copy(bits: int | tuple[int, int]):
+@pytest.mark.parametrize(("bits", "on"), [(4, "llama"), ((16, 8), "llama"), (8, "deepseek-v3"), (4, "gemma4-moe"),
+                                          (8, "mimo"), (8, "ministral3"), (8, "llama4")])
+@pytest.mark.thorough(but=3)
+def test_what_is_decoded_is_the_same_with_a_copy(bits: int | tuple[int, int], on: str):
     """Of two contexts and a fork of one, over commits, other contexts' tokens and tokens taken back, bit for bit."""
     def played(copy: bool) -> tuple[list[Tensor], list[dict[str, Tensor]]]:
-        engine, found = engine_of(bits, decode_copy=copy), []
+        engine = (engine_of(bits, decode_copy=copy) if on == "llama" else
+                  engine_of(bits, "keydiff", on, allocation="uniform", decode_copy=copy))
+        found: list[Tensor] = []
 
         def decode(state: EngineState, count: int) -> None:
             for number in range(count):
