@@ -90,7 +90,7 @@ async def test_the_same_packing_loaded_again_or_used_already_is_the_same(packing
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize("packing", IN_NIBBLES)
-@pytest.mark.thorough(but=2)
+@pytest.mark.thorough
 async def test_gptq_and_awq_are_the_same_before_and_after_their_first_forward(packing: str, dtype: torch.dtype,
                                                                               root: Path):
     """In half precision it repacks weights on CPUs, and one with gradients has them never repacked."""

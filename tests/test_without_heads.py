@@ -135,6 +135,7 @@ async def test_a_session_goes_on_after_heads_were_made_or_says_how(tmp_path: Pat
         assert ctx.rebuilt and ctx.memory.tokens == tokens
 
 
+@pytest.mark.thorough
 def test_the_command_line_says_it_once_on_stderr(folder_of_a_model: Path, tmp_path: Path):  # noqa: F811
     """And what it names makes heads for this model."""
     run = ["run", "--model", folder_of_a_model, "--budget", 96, "--chunk-size", 32, "--session", "s", "--store",

@@ -176,7 +176,7 @@ def test_one_damaged_snapshot_hides_no_other(small: list[str], tmp_path: Path):
     pytest.param(signal.SIGTERM, 143, "Terminated", (), id="terminated"),
     pytest.param(signal.SIGINT, 130, "Interrupted", (), id="ctrl-c"),
     pytest.param(signal.SIGTERM, 143, "Terminated", ("INT",), id="terminated in the background of a script")])
-@pytest.mark.thorough(but=1)
+@pytest.mark.thorough
 def test_a_session_is_saved_when_it_is_stopped(small: list[str], tmp_path: Path, number: int, status: int, word: str,
                                                ignored: tuple[str, ...]):
     process = start("run", "-", "--session", "a", "--store", tmp_path, "--ask", "What?", *small, stdin=PIPE,

@@ -42,6 +42,7 @@ def engine_of(policy: str, on: str) -> Engine:
 
 
 @pytest.mark.parametrize("on", ["llama", "olmo2"])
+@pytest.mark.thorough(but=1)
 def test_gradients_pass_where_kernels_rotate(on: str, triton):
     """Also in a model that rotates in fp32 and casts back."""
     with attached(make(on).bfloat16()) as attachment:
@@ -124,7 +125,7 @@ def test_law_3_exact_while_it_fits(triton, on: str):
 
 
 @pytest.mark.parametrize("on", ["lfm2", "deepseek-v3", "mimo", "gemma4-e2b", "gemma4-moe"])
-@pytest.mark.thorough(but=3)
+@pytest.mark.thorough(but=1)
 def test_other_kinds_of_layers_are_exact_while_it_fits(triton, on: str, monkeypatch):
     """Layers that share units, carry a state, keep latents, or values less wide than keys, also where kernels rotate
     keys as they load them: what is committed, and tokens one by one behind it. All of it by kernels, as no CUDA graph

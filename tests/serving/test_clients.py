@@ -54,6 +54,7 @@ def test_every_example_is_tested_and_short():
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=() if package == "openai" else pytest.mark.real)
                                   for name, (package, _) in EXAMPLES.items()])
+@pytest.mark.thorough
 def test_a_client_finds_its_memory(name: str, url: str):
     package, expected = EXAMPLES[name]
     python = interpreter_with(package)

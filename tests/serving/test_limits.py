@@ -116,7 +116,7 @@ def refused(served: Served) -> dict[str, float]:
 
 @pytest.mark.parametrize("path, body", [
     ("chat/completions", CHAT), ("responses", {"input": "one"}), ("responses", {"input": "one", "store": False})])
-@pytest.mark.thorough(but=3)
+@pytest.mark.thorough(but=1)
 def test_an_answer_that_is_out_of_time_in_mid_stream_is_counted(
         served: Served, script: Script, path: str, body: dict[str, Any]):
     script.say, script.delay = lambda shown: "word " * 400, 0.01

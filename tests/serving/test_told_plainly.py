@@ -134,6 +134,7 @@ def test_what_other_servers_write_for_off_is_off(served: Served, off: dict[str, 
     assert served.http.post("/v1/chat/completions", json=said(**off)).status_code == 200
 
 
+@pytest.mark.thorough
 def test_a_port_that_is_taken_is_told_before_a_model_is_loaded(tmp_path: Path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

@@ -270,7 +270,7 @@ TestLonger = _case(Longer, 40, 30)
 TestEncrypted = _case(Encrypted, 12, 30)
 TestRemote = _case(Remote, 25, 30)
 TestRemoteEncrypted = _case(RemoteEncrypted, 8, 30)
-for _each in (TestLonger, TestEncrypted, TestRemote):
+for _each in (TestLonger, TestEncrypted, TestRemote, TestRemoteEncrypted):
     _each.pytestmark = [pytest.mark.thorough]  # type: ignore[attr-defined]
 
 
