@@ -98,6 +98,7 @@ class Decoder:
                 [store.slot for store in stores]]
         for layer in range(self.layout.shape.layers):
             rows.append([store.counts[layer] + count for store, count in zip(stores, counts, strict=True)])
+        rows.append([max(ranks) for ranks in zip(*rows[2:], strict=True)])
         if self._in_blocks:
             rows.append([state.seen + count for state, count in zip(states, counts, strict=True)])
         device = self.attachment.device
@@ -133,8 +134,8 @@ class Decoder:
         return self._graphs.get(size)
 
     def _forward(self, batch: Tensor) -> Tensor:
-        """batch [2 + L, A] int64: ids, slots, and for every layer the rank that the new unit gets; last, where some
-        layer sees blocks, the tokens' positions in the stream. Logits [A, vocab] fp32."""
+        """batch [3 + L, A] int64: ids, slots, for every layer the rank that the new unit gets, and the largest of
+        these; last, where some layer sees blocks, the tokens' positions in the stream. Logits [A, vocab] fp32."""
         layout, attachment, pool, tables = self.layout, self.attachment, self.pool, self.layout.tables
         kinds = self._kinds
         shared: dict[int, tuple[Tensor, Tensor, Tensor, tuple[Tensor, ...] | None, int | Tensor | None]] = {}
@@ -191,8 +192,7 @@ class Decoder:
         """Logits [A, vocab] fp32 of a forward of `batch`, whose provisional states go on."""
         attachment, states = self.attachment, self.pool.states
         carried = attachment.carry(states.read(batch[1], provisional=True)) if states.forms else None
-        ranks = batch[2:2 + len(self._kinds)]
-        hidden = attachment.hidden(batch[0][:, None], step, carried, ranks.amax(0)[:, None])
+        hidden = attachment.hidden(batch[0][:, None], step, carried, batch[2 + len(self._kinds)][:, None])
         logits = attachment.logits(hidden)[:, -1].float()
         if carried is not None:
             self._went_on = True
