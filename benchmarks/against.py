@@ -4,8 +4,8 @@ The other commit is checked out beside this tree, and processes of the two take 
 (Llama, Qwen3, Gemma 3: six layers, hidden size 512) and the bundled one, in fp32 and bf16, reads the same tokens, and
 answers with
 
-  equal      whether every tensor of the committed state (K, V, scores, positions, the policy's state) is bit-equal behind
-             several evictions: what it means for any figure of quality is that none can have changed
+  equal      whether every tensor of the committed state (K, V, scores, positions, the policy's state) is bit-equal
+             behind several evictions: then no figure of quality can have changed
   operators  how many operators of torch a committed chunk and a decoded token call, which is what Python costs: it does
              not depend on what else the machine does
   ratio      of the fastest chunk and of the 20th percentile of tokens, this tree's time over the other's, with the
@@ -49,7 +49,7 @@ POLICIES = "locret", "h2o", "snapkv"
 CHUNK, WARM_UP = 128, 2
 
 
-# -- in a process of either tree: nothing but what both have ------------------------------------------------------------
+# -- in a process of either tree: nothing but what both have -----------------------------------------------------------
 
 
 def digest(engine: Any, state: Any) -> str:
@@ -126,7 +126,7 @@ def answer(units: int, repeats: int) -> dict[str, Any]:
     return found
 
 
-# -- the process that starts them ---------------------------------------------------------------------------------------
+# -- the process that starts them --------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager

@@ -57,6 +57,7 @@ if TYPE_CHECKING:
         UnsupportedModel,
         WindowExceeded,
     )
+    from locret_stream.host_tier import HostTier
     from locret_stream.runtime import Runtime, RuntimeMemory
     from locret_stream.shorthand import SyncContext, SyncGeneration, open_context
     from locret_stream.snapshot import Collected, Snapshot, Store, Verified
@@ -76,6 +77,7 @@ __all__ = [
     "FeedReport",
     "Generation",
     "HeadsMismatch",
+    "HostTier",
     "InputError",
     "InvalidText",
     "InvalidTokens",
@@ -120,6 +122,7 @@ _HOME = {
                      "Token"), "context"),
     **dict.fromkeys(("SyncContext", "SyncGeneration", "open_context"), "shorthand"),
     **dict.fromkeys(("Collected", "Snapshot", "Store", "Verified"), "snapshot"),
+    "HostTier": "host_tier",
     **dict.fromkeys(("Runtime", "RuntimeMemory"), "runtime"),
     "Receipts": "engine",
 }

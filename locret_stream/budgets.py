@@ -21,8 +21,8 @@ def in_bytes(count: float) -> str:
 
 def group_of(dim: int, bits: int) -> int:
     """Channels of a head that share a scale and a zero in codes of so many bits: the largest divisor of the head dim,
-    at most 64 at 8 bits, where the two are fp32, else at most 32, where they are fp16."""
-    return next(size for size in range(min(dim, 64 if bits == 8 else 32), 0, -1) if dim % size == 0)
+    at most 64 at 8 bits, where the two are fp32, and at 1 bit, where they take most of the bytes, else at most 32."""
+    return next(size for size in range(min(dim, 64 if bits in (8, 1) else 32), 0, -1) if dim % size == 0)
 
 
 def row_bytes(dim: int, bits: int) -> int:

@@ -17,13 +17,14 @@ import msgspec
 
 from locret_stream.budgets import PYRAMID_BETA, divide, group_of, largest, pyramid, row_bytes
 from locret_stream.errors import ConfigError, WindowExceeded
+from locret_stream.host_tier import HostTier
 
 POLICY_NAMES = ("full", "h2o", "infllm", "keydiff", "kvzap", "locret", "nacl", "random", "scissorhands", "sirllm",
                 "snapkv", "streaming_llm", "tova", "trimkv")  # their classes, which need torch, are in `policies`
 ALLOCATIONS = ("auto", "adaptive", "uniform", "pyramid")
 MOST_SHARES = 1e100  # the sum of all shares stays below: keeps share × units finite
 MOST_UNITS = 2**31 - 1  # in a layer: the largest 32-bit index
-STORE_BITS = (16, 8, 4, 2)
+STORE_BITS = (16, 8, 4, 2, 1)
 LOGIT_FACTORS = 1e-30, 1e30  # a logit divided or multiplied by a factor between these is still an fp32 number
 
 _SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*(B|KB|MB|GB|KIB|MIB|GIB)\s*$", re.IGNORECASE)
@@ -246,6 +247,7 @@ class StreamConfig(msgspec.Struct, frozen=True, kw_only=True):
     Args:
         policy: its name, "" where whoever makes the engine knows it.
         store_bits: of a channel of committed K and of V; 16 keeps them as the model has them (`check_store_bits`).
+        exact: how exact units in the host's memory serve them, where they are codes (`host_tier`).
     """
 
     budget: Budget
@@ -253,16 +255,23 @@ class StreamConfig(msgspec.Struct, frozen=True, kw_only=True):
     policy: str = ""
     knobs: dict[str, float | int | str | bool] = {}
     store_bits: tuple[int, int] = (16, 16)
+    exact: HostTier | None = None
 
     @property
     def quantised(self) -> bool:
         """Whether committed units are codes."""
         return self.store_bits != (16, 16)
 
+    @property
+    def stores_codes(self) -> bool:
+        """Whether a snapshot has codes of the committed units: where the host has them exactly, it has those."""
+        return self.quantised and self.exact is None
+
     def __post_init__(self) -> None:
         if not _is_whole(self.chunk_size) or self.chunk_size < 1:
             raise ConfigError(f"chunk_size is {self.chunk_size!r}; expected a whole number of tokens, at least 1")
         msgspec.structs.force_setattr(self, "store_bits", check_store_bits(self.store_bits))
+        check_tier(self.exact, self.store_bits)
 
 
 class Recall(msgspec.Struct, frozen=True, kw_only=True):
@@ -386,9 +395,16 @@ def check_store_bits(value: object) -> tuple[int, int]:
     """
     pair = (value, value) if _is_whole(value) else tuple(value) if isinstance(value, Sequence) else ()
     if len(pair) != 2 or not all(_is_whole(bits) and bits in STORE_BITS for bits in pair):
-        raise ConfigError(f"store_bits is {value!r}; expected 16 (K and V as the model has them), 8, 4 or 2 (coarse, "
-                          "for experiments), or two of these for K and V")
+        raise ConfigError(f"store_bits is {value!r}; expected 16 (K and V as the model has them), 8, 4, 2 or 1 "
+                          "(the last two with exact='host'; alone they are coarse), or two of these for K and V")
     return pair
+
+
+def check_tier(tier: HostTier | None, store_bits: tuple[int, int]) -> None:
+    """Raises ConfigError: exact units in the host's memory beside exact units on the device."""
+    if tier is not None and store_bits == (16, 16):
+        raise ConfigError("exact is 'host' and store_bits is 16: units are exact on the device already; expected "
+                          "store_bits of 4, 2 or 1 beside it")
 
 
 def check_codes(shape: ModelShape, store_bits: tuple[int, int]) -> None:
@@ -413,25 +429,32 @@ def check_codes(shape: ModelShape, store_bits: tuple[int, int]) -> None:
 
 class UnitBytes(NamedTuple):
     """Bytes in all KV heads of one layer: of a kept unit, of a unit of the chunk, of each of the first units that are
-    kept exactly beside their codes, and of the means that keys are stored without."""
+    kept exactly beside their codes, and of the means that keys are stored without; of each unit that is exact for the
+    next token, where there are `most_hot` of these, and of the last units that are exact, all of them."""
 
     kept: int
     new: int
     first: int = 0
     mean: int = 0
+    hot: int = 0
+    most_hot: int = 0
+    residual: int = 0
 
     def of(self, kept: int, new: int, first: int) -> int:
         """Of so many units in each head."""
-        return kept * self.kept + new * self.new + first * self.first + self.mean
+        return (kept * self.kept + new * self.new + first * self.first + self.mean
+                + min(kept, self.most_hot) * self.hot + self.residual)
 
 
 def unit_bytes(unit: UnitShape, item_bytes: int, planes: int = 1, *, key_copies: int = 2,
-               store_bits: tuple[int, int] = (16, 16), own_means: bool = True) -> UnitBytes:
+               store_bits: tuple[int, int] = (16, 16), own_means: bool = True, tier: HostTier | None = None
+               ) -> UnitBytes:
     """What a unit of one layer takes: K and V in the model's dtype, whose elements have `item_bytes`, or in codes, fp32
     score planes, int64 position.
 
     `key_copies`: 2 where K is stored before and after RoPE, 1 where a layer has no RoPE or kernels apply it on read;
     codes are of K before RoPE alone. `own_means`: whether a slot has means of keys of its own, or those of the heads.
+    `tier`: where exact units are in the host's memory, whose bytes are not among these.
     """
     heads, beside = unit.kv_heads, 4 * planes + 8
     key, value = (dim * item_bytes for dim in unit.dims)
@@ -440,8 +463,10 @@ def unit_bytes(unit: UnitShape, item_bytes: int, planes: int = 1, *, key_copies:
         return UnitBytes(row, row)
     rows = sum(dim * item_bytes if bits == 16 else row_bytes(dim, bits)
                for dim, bits in zip(unit.dims, store_bits, strict=True))
-    return UnitBytes(heads * (rows + beside), heads * (key + value + beside), heads * (key + value),
-                     8 * heads * unit.key_dim if own_means else 0)
+    exact, mean = heads * (key + value), 8 * heads * unit.key_dim if own_means else 0
+    hot, most_hot, residual = (0, 0, 0) if tier is None else (
+        heads * ((unit.key_dim + unit.value_dim) * item_bytes + 8), tier.units, tier.residual * exact)
+    return UnitBytes(heads * (rows + beside), heads * (key + value + beside), exact, mean, hot, most_hot, residual)
 
 
 def budget_from(value: int | str | Budget, shape: ModelShape, chunk_size: int, *, sinks: int | None = None,

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from locret_stream.config import Budget, StreamConfig, check_store_bits
 from locret_stream.engine import Engine, EngineState
 from locret_stream.heads import HeadsConfig, RetainingHeads
+from locret_stream.host_tier import HostTier
 from locret_stream.models import Attachment, attach, attached
 from locret_stream.policies import POLICIES as POLICY_CLASSES
 from locret_stream.policies import make_policy
@@ -65,14 +66,15 @@ def saved_heads(of: PreTrainedModel, folder: Path, policy: str = "locret", **mor
 def build(policy: str, *, on: PreTrainedModel | None = None, attn: str = "auto", units: int = 20, chunk_size: int = 8,
           sinks: int = 2, stabilizers: int = 3, slots: int = 4, allocation: str | tuple[float, ...] = "uniform",
           heads: RetainingHeads | None = None, store_bits: int | tuple[int, int] | None = None,
-          decode_copy: bool = False, given_means: bool = False, **knobs: float | str) -> Engine:
+          decode_copy: bool = False, given_means: bool = False, exact: HostTier | None = None,
+          **knobs: float | str) -> Engine:
     """A small engine of that policy, with random heads if it takes any. LOCRET_TEST_STORE_BITS=4 is the default of
     `store_bits`, to hold all laws for codes; `given_means`: with means of keys as heads have them."""
     attachment = attach(on or model(), attn)
     heads = heads or (random_heads(attachment, policy=policy) if policy in WITH_HEADS else None)
     config = StreamConfig(budget=Budget(units=units, sinks=sinks, stabilizers=stabilizers, allocation=allocation),
                           chunk_size=chunk_size, policy=policy, knobs=knobs, store_bits=check_store_bits(
-                              store_bits or int(os.environ.get("LOCRET_TEST_STORE_BITS", "16"))))
+                              store_bits or int(os.environ.get("LOCRET_TEST_STORE_BITS", "16"))), exact=exact)
     return Engine(attachment, config, make_policy(policy, knobs, heads), slots, decode_copy=decode_copy,
                   key_means=random_means(attachment) if given_means else None)
 

@@ -39,7 +39,7 @@ TABLE = (
     ("kernels",),
     ("named_models",),
     ("charsets", "config", "files"),
-    ("budgets",),
+    ("budgets", "host_tier"),
     ("errors", "version"),
 )
 ROW = {room: row for row, rooms in enumerate(TABLE) for room in rooms}
@@ -225,7 +225,8 @@ def test_nothing_imports_adapters():
 
 PUBLIC = [
     "Answer", "Budget", "BudgetExceeded", "Collected", "ConfigError", "ContextBusy", "ContextClosed", "ContextError",
-    "EmptySource", "Feed", "FeedReport", "Generation", "HeadsMismatch", "InputError", "InvalidText", "InvalidTokens",
+    "EmptySource", "Feed", "FeedReport", "Generation", "HeadsMismatch", "HostTier", "InputError", "InvalidText",
+    "InvalidTokens",
     "LocretError", "Memory", "ModelError", "NoSlot", "Recall", "Recalled", "Receipts", "Replay", "Runtime",
     "RuntimeMemory", "Sampling", "Snapshot", "SnapshotCorrupt", "SnapshotError", "SnapshotMismatch", "SnapshotNotFound",
     "SnapshotTooNew", "SourceError", "StaleOwner", "StateLost", "Store", "StoreError", "StreamConfig",

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from locret_stream.budgets import row_bytes
+from locret_stream.cache.host import HostRows, HotUnits
 from locret_stream.config import UnitShape
 from locret_stream.kernels import slot_units, write_units
 
@@ -65,13 +66,17 @@ class Dense:
     """Units as attention reads them, of one slot and layer at a time.
 
     parts: keys, values and rotated keys, [1, H, C, D] each; where K is V, too, the last two are one tensor.
-    owner: whose they are, and of which layer.
+    owner: whose they are, of which layer, and whether committed units are exact, from the host's memory.
     right: how many of the first ranks of each of the three are as the owner has them.
+    shown: which of the owner's hot units stand in place of their codes (`cache.host`); cold: the rows where they stand,
+        of all heads, and what stood there of values and of rotated keys.
     """
 
     parts: tuple[Tensor, Tensor, Tensor]
-    owner: tuple[object, int] | None = None
+    owner: tuple[object, int, bool] | None = None
     right: list[int] = field(default_factory=lambda: [0, 0, 0])
+    shown: object = None
+    cold: tuple[Tensor, list[Tensor]] | None = None
 
     @classmethod
     def empty(cls, unit: UnitShape, room: int, dtype: torch.dtype, device: torch.device) -> Dense:
@@ -87,10 +92,12 @@ class QuantisedBuffers(LayerBuffers):
 
     keys (also as `rotated`, and as `values`, where K is V, too), values: rows of codes, [S, H, b, bytes] uint8; where
     K or V is kept at 16 bits, a row holds its channels' bytes.
-    exact_keys, exact_values: [S, H, first + chunk, D], the first units, then those behind the committed ones.
+    exact_keys, exact_values: [S, H, first + residual + chunk, D], the first units, the last committed ones where some
+        stay exact, then those behind them.
     means: of keys, those of the stream and those of a focus, [S, 2, H, D] fp32; `given`: they came with the heads; all
         slots share them, so they are not among a slot's tensors.
     dense: what was read of them last.
+    host, hot: where exact units are in the host's memory.
     """
 
     exact_keys: Tensor
@@ -98,11 +105,13 @@ class QuantisedBuffers(LayerBuffers):
     means: Tensor
     given: bool
     dense: Dense
+    host: HostRows | None = None
+    hot: HotUnits | None = None
 
     @classmethod
     def empty(cls, slots: int, unit: UnitShape, units: int, exact: int, store_bits: tuple[int, int], *,
-              scores: Tensor, positions: Tensor, scratch: Tensor, dense: Dense,
-              means: Tensor | None = None) -> QuantisedBuffers:
+              scores: Tensor, positions: Tensor, scratch: Tensor, dense: Dense, means: Tensor | None = None,
+              host: HostRows | None = None, hot: HotUnits | None = None) -> QuantisedBuffers:
         """Buffers of `units` coded units and `exact` exact ones, in the dtype of `dense`; `means` [H, D] if given."""
         heads, dtype, device = unit.kv_heads, dense.parts[0].dtype, dense.parts[0].device
         keys, values = (torch.zeros(slots, heads, units, stored_row(dim, bits, dtype), dtype=torch.uint8, device=device)
@@ -114,14 +123,15 @@ class QuantisedBuffers(LayerBuffers):
                means.to(device, torch.float32).expand(slots, *of_means))
         return cls(keys=keys, rotated=keys, values=values if unit.value_dim else keys, scores=scores,
                    positions=positions, scratch=scratch, exact_keys=exact_keys, exact_values=exact_values, means=own,
-                   given=means is not None, dense=dense)
+                   given=means is not None, dense=dense, host=host, hot=hot)
 
     @property
     def tensors(self) -> list[Tensor]:
-        """The tensors of this layer that have slots."""
+        """The tensors of this layer that have slots, on its device."""
         means = [] if self.given else [self.means]
+        hot = [] if self.hot is None else [self.hot.keys, self.hot.values, self.hot.ranks]
         return list(dict.fromkeys([self.keys, self.values, self.exact_keys, self.exact_values, *means, self.scores,
-                                   self.positions]))
+                                   self.positions, *hot]))
 
 
 def stored_row(dim: int, bits: int, dtype: torch.dtype) -> int:

@@ -10,16 +10,22 @@ and slots * 2 * state where layers carry a recurrent state (see `cache.states`).
 
 Where committed units are codes (see `cache.quantised_store`):
 
-    bytes = slots * sum over layers of H * (b_l * kept + (chunk + first_l) * new + (b_l + chunk) * beside + mean)
-            + scratch
+    bytes = slots * sum over layers of H * (b_l * kept + (chunk + first_l + residual) * new + (b_l + chunk) * beside
+                                            + mean + hot) + scratch
     kept = row(K) + row(V)                             (see `budgets.row_bytes`; D * item at 16 bits)
     new = (D_K + D_V) * item, beside = 4 * planes + 8  (first_l: the first units of layer l, which are kept exactly too:
                                                         its sinks, none where it has a sliding window)
     mean = 8 * D_K                                     (0 where means of keys come with the heads: one [H, D] fp32 a
                                                         layer for all slots)
+    residual = hot = 0                                 (see below)
     scratch = max_l(H * b_l * max(D * item, 8)) + dense
     dense = (2 * D_K + D_V) * H * max_l(b_l + chunk) * item  (of each layer its own with `decode_copy`, else one for all
                                                         layers of one H and D)
+
+Where exact units are in the host's memory (see `cache.host`), of which k are on the device for the next token:
+
+    residual = that of `HostTier`, hot = min(k, b_l) * (new + 8)
+    bytes of the host = slots * sum over layers of H * b_l * (new + 8)
 """
 
 from __future__ import annotations
@@ -30,8 +36,10 @@ import torch
 from torch import Tensor
 
 from locret_stream.cache.buffers import Dense, LayerBuffers, QuantisedBuffers
+from locret_stream.cache.host import HostRows, HotUnits
 from locret_stream.cache.states import StateBuffers, StateTensor
 from locret_stream.config import ModelShape, unit_bytes
+from locret_stream.host_tier import HostTier
 
 
 class Pool:
@@ -48,18 +56,27 @@ class Pool:
         key_means: of each layer, [L, H, D], which keys are coded without; None: each slot has its own.
         decode_copy: whether each layer of codes has a scratch of its own, so that what one slot read stays read.
         states: the tensors of the model's recurrent state.
+        tier: how exact units in the host's memory serve units that are codes; None: there are none.
+
+    Attributes:
+        residual: how many of the last committed units of each layer are exact on the device.
+        tails: of each layer, how many exact units have rows before those behind the committed ones, [L].
+        fetched: units that decoding has copied from the host to the device.
     """
 
     def __init__(self, shape: ModelShape, budgets: tuple[int, ...], chunk_size: int, slots: int, *,
                  rope: tuple[bool, ...], planes: int, dtype: torch.dtype,
                  device: torch.device | Sequence[torch.device], store_bits: tuple[int, int] = (16, 16),
                  firsts: Sequence[int] = (), key_means: Tensor | None = None, decode_copy: bool = False,
-                 states: Sequence[StateTensor] = ()):
+                 states: Sequence[StateTensor] = (), tier: HostTier | None = None):
+        assert tier is None or store_bits != (16, 16), "units that are exact on the device need no copy"
         self.shape, self.budgets, self.chunk_size, self.slots = shape, budgets, chunk_size, slots
         self.store_bits, self.quantised, self.dtype = store_bits, store_bits != (16, 16), dtype
         self.states = StateBuffers(states, slots)
         self.planes, self.rope = planes, (False,) * len(budgets) if self.quantised else rope
         self.firsts = tuple(firsts) or (0,) * len(budgets)
+        self.tier, self.residual, self.fetched = tier, tier.residual if tier else 0, 0
+        self.tails = tuple(first + self.residual for first in self.firsts)
         devices = [device] * len(budgets) if isinstance(device, torch.device) else device
         self._devices_of_layers, self.devices = tuple(devices), tuple(dict.fromkeys(devices))
         means = [None] * len(budgets) if key_means is None or not self.quantised else list(key_means)
@@ -80,8 +97,10 @@ class Pool:
                 if form not in shared:
                     shared[form] = Dense.empty(unit, room if decode_copy else max(budgets) + chunk_size, dtype, device)
                 self.layers.append(QuantisedBuffers.empty(
-                    slots, unit, units, first + chunk_size, store_bits, scores=scores, positions=positions,
-                    scratch=scratches[device], dense=shared[form], means=means[layer]))
+                    slots, unit, units, first + self.residual + chunk_size, store_bits, scores=scores,
+                    positions=positions, scratch=scratches[device], dense=shared[form], means=means[layer],
+                    host=HostRows.empty(slots, unit, units, dtype, device) if tier else None,
+                    hot=HotUnits.empty(slots, unit, min(units, tier.units), dtype, device) if tier else None))
                 continue
             keys = torch.zeros(slots, heads, room, unit.dims[0], dtype=dtype, device=device)
             rotated = torch.zeros_like(keys) if self.rope[layer] else keys
@@ -117,9 +136,22 @@ class Pool:
     def layer_bytes(self) -> list[int]:
         """Bytes of each layer of one slot, by the formula in this module's docstring."""
         return [unit_bytes(unit, self.shape.item_bytes, self.planes, key_copies=2 if rotates else 1,
-                           store_bits=self.store_bits, own_means=self.own_means).of(budget, self.chunk_size, first)
+                           store_bits=self.store_bits, own_means=self.own_means, tier=self.tier
+                           ).of(budget, self.chunk_size, first)
                 for unit, budget, rotates, first in zip(self.shape.units, self.budgets, self.rope, self.firsts,
                                                         strict=True)]
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes that exact units take in the host's memory, of all slots: of the tensors themselves."""
+        return sum(t.untyped_storage().nbytes() for layer in self.layers
+                   if isinstance(layer, QuantisedBuffers) and layer.host is not None for t in layer.host.tensors)
+
+    def formula_host_bytes(self) -> int:
+        """The same by the formula in this module's docstring."""
+        return 0 if self.tier is None else self.slots * sum(
+            unit.kv_heads * budget * (sum(unit.dims) * self.shape.item_bytes + 8)
+            for unit, budget in zip(self.shape.units, self.budgets, strict=True))
 
     def formula_bytes(self) -> int:
         """Bytes by the formula in this module's docstring; `bytes_resident` must equal them."""

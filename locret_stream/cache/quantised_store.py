@@ -57,9 +57,9 @@ class QuantisedStore(UnitStore):
                 on CPUs: nothing may change them.
         """
         dense = self._buffers(layer).dense
-        if dense.owner != (self, layer) or dense.right[1] != rank or dense.right[2] != rank:
+        if dense.owner != (self, layer, False) or dense.right[1] != rank or dense.right[2] != rank:
             self.write(layer, rank, keys, values, rotate)
-            self.attended(layer, rank + 1, rotate)
+            self._attended(layer, rank + 1, rotate)
             return dense.parts[2], dense.parts[1]
         row = self._row(layer, rank)
         if keys.is_cpu:
@@ -75,7 +75,7 @@ class QuantisedStore(UnitStore):
         """The row, among the exact units, of the first of some new units at that rank."""
         behind = rank - self.counts[layer]
         assert 0 <= behind and behind + new <= self.pool.chunk_size, "a forward writes the tail area only"
-        return self.pool.firsts[layer] + behind
+        return self.pool.tails[layer] + behind
 
     def _write_rows(self, layer: int, row: int, keys: Tensor, values: Tensor) -> None:
         """Write K and V, [1, H, T, D], to the rows of exact units from that one on."""
@@ -114,45 +114,59 @@ class QuantisedStore(UnitStore):
 
     def attended(self, layer: int, count: int, rotate: Rotate) -> tuple[Tensor, Tensor, Tensor]:
         """As of `UnitStore`, until the next read of any layer of this device."""
-        keys, dense = self.keys(layer, count), self._buffers(layer).dense
+        return self._attended(layer, count, rotate)
+
+    def _attended(self, layer: int, count: int, rotate: Rotate, *, exact: bool = False
+                  ) -> tuple[Tensor, Tensor, Tensor]:
+        """`attended`: of committed units what their codes say, or, where the host has them, what is `exact`."""
+        keys, dense = self._dense(layer, count, 0, exact=exact), self._buffers(layer).dense
         rotated, start = dense.parts[2][:, :, :count], min(dense.right[2], count)
         if start < count:
             rotate(layer, keys[:, :, start:], start, rotated[:, :, start:])
             dense.right[2] = count
         if dense.parts[1] is not dense.parts[2]:
-            return keys, rotated, self.values(layer, count)
+            return keys, rotated, self._dense(layer, count, 1, exact=exact)
         dense.right[1] = dense.right[2]
         return keys, rotated, rotated
 
-    def _dense(self, layer: int, count: int, part: int) -> Tensor:
+    def _dense(self, layer: int, count: int, part: int, *, exact: bool = False) -> Tensor:
         """K (part 0) or V (part 1) of the first `count` ranks, [1, H, count, D], in the scratch."""
-        buffers, committed, tail = self._buffers(layer), min(count, self.counts[layer]), self.pool.firsts[layer]
-        dense, out = buffers.dense, buffers.dense.parts[part][0, :, :count]
-        if dense.owner != (self, layer):
-            dense.owner, dense.right = (self, layer), [0, 0, 0]
+        dense, committed = self._buffers(layer).dense, min(count, self.counts[layer])
+        out = dense.parts[part][0, :, :count]
+        if dense.owner != (self, layer, exact):
+            dense.owner, dense.right = (self, layer, exact), [0, 0, 0]
         right = dense.right[part]
-        bits, rows, exact, means = self._parts(layer)[part]
         if right < committed:
-            first, right = self._firsts(layer), committed
-            if bits == 16:
-                out[:, :committed] = rows[:, :committed].view(out.dtype)
-            else:
-                front = min(first.start, committed)
-                dequantise_units(rows[:, :front], bits, out[:, :front], means[1])
-                dequantise_units(rows[:, front:committed], bits, out[:, front:committed], means[0])
-            stop = max(first.start, min(first.stop, committed))
-            out[:, first.start:stop] = exact[:, :stop - first.start]
+            dense.shown = dense.cold = None
+            (self._read_exact if exact else self._read_codes)(layer, part, out[:, :committed])
+            right = committed if exact else max(0, min(committed, self.counts[layer] - self.pool.residual))
         if right < count:
             self._write_late(layer)
-            behind = tail - self.counts[layer]  # the row of rank 0, if all ranks were behind the committed ones
-            out[:, right:] = exact[:, behind + right:behind + count]
+            behind = self.pool.tails[layer] - self.counts[layer]  # the row of rank 0, if all ranks had rows there
+            out[:, right:] = self._parts(layer)[part][2][:, behind + right:behind + count]
         dense.right[part] = max(dense.right[part], count)
         return out[None]
+
+    def _read_codes(self, layer: int, part: int, out: Tensor) -> None:
+        """Write K or V of the first committed units to `out` [H, n, D]: what their codes say, and the first ones of the
+        stream exactly."""
+        (bits, rows, exact, means), count, first = self._parts(layer)[part], out.shape[1], self._firsts(layer)
+        if bits == 16:
+            out.copy_(rows[:, :count].view(out.dtype))
+        else:
+            front = min(first.start, count)
+            dequantise_units(rows[:, :front], bits, out[:, :front], means[1])
+            dequantise_units(rows[:, front:count], bits, out[:, front:], means[0])
+        stop = max(first.start, min(first.stop, count))
+        out[:, first.start:stop] = exact[:, :stop - first.start]
+
+    def _read_exact(self, layer: int, part: int, out: Tensor) -> None:
+        raise AssertionError("codes are the only copy")
 
     def _changed(self, layer: int, start: int = 0) -> None:
         """Ranks from `start` on are no longer as they were read."""
         dense = self._buffers(layer).dense
-        if dense.owner == (self, layer):
+        if dense.owner is not None and dense.owner[:2] == (self, layer):
             dense.right = [min(right, start) for right in dense.right]
 
     def _parts(self, layer: int) -> tuple[tuple[int, Tensor, Tensor, Sequence[Tensor | None]], ...]:
@@ -183,7 +197,7 @@ class QuantisedStore(UnitStore):
         self._write_late(layer)
         self._changed(layer)
         buffers, slot, count = self._buffers(layer), self.slot, self.counts[layer]
-        total, tail, first = count + new, self.pool.firsts[layer], self._firsts(layer)
+        total, tail, first = count + new, self.pool.tails[layer], self._firsts(layer)
         keys, values = (part[slot, :, tail:tail + new] for part in (buffers.exact_keys, buffers.exact_values))
         at, missing = count - first.start, max(0, min(first.stop, total) - count)
         buffers.exact_keys[slot, :, at:at + missing] = keys[:, :missing]
@@ -192,7 +206,7 @@ class QuantisedStore(UnitStore):
         buffers.scores[slot, :, :, :total] = scores
         positions = buffers.positions[slot]
         positions[:, count:total] = torch.arange(first_position, first_position + new, device=positions.device)
-        joined = [torch.cat(parts, dim=1) for parts in zip(self.rows(layer, count), coded, strict=True)]
+        joined = [torch.cat(parts, dim=1) for parts in zip(UnitStore.rows(self, layer, count), coded, strict=True)]
         joined = joined[:len(buffers.moved)]
         kept = total
         if keep is not None:
@@ -205,13 +219,13 @@ class QuantisedStore(UnitStore):
     def copy_from(self, other: UnitStore, tail: int = 0) -> None:
         """As of `UnitStore`."""
         assert isinstance(other, QuantisedStore), "a pool of codes has no others"
-        for layer, (count, first) in enumerate(zip(other.counts, self.pool.firsts, strict=True)):
+        for layer, (count, exact) in enumerate(zip(other.counts, self.pool.tails, strict=True)):
             other._write_late(layer)
             self._changed(layer)
             self._late[layer] = 0, []
             buffers = self._buffers(layer)
             for tensor, axis, length in ((buffers.keys, 1, count), (buffers.values, 1, count),
-                                         (buffers.exact_keys, 1, first + tail), (buffers.exact_values, 1, first + tail),
+                                         (buffers.exact_keys, 1, exact + tail), (buffers.exact_values, 1, exact + tail),
                                          (buffers.scores, 2, count), (buffers.positions, 1, count),
                                          *(() if buffers.given else ((buffers.means, 0, 2),))):
                 tensor[self.slot].narrow(axis, 0, length).copy_(tensor[other.slot].narrow(axis, 0, length))

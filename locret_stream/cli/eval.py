@@ -16,7 +16,19 @@ from rich.live import Live
 from rich.text import Text as Line
 
 from locret_stream.cli.loading import load
-from locret_stream.cli.options import USUAL_BUDGET, Acknowledge, Chunk, Device, Dtype, Json, Model, on_command_line
+from locret_stream.cli.options import (
+    USUAL_BUDGET,
+    Acknowledge,
+    Chunk,
+    Device,
+    Dtype,
+    Exact,
+    ExactUnits,
+    Json,
+    Model,
+    exact_of,
+    on_command_line,
+)
 from locret_stream.cli.output import err, out, print_json
 from locret_stream.cli.signals import Summary, interruptible
 from locret_stream.cli.text_input import check_readable
@@ -97,8 +109,10 @@ def evaluate(
     knob: Annotated[list[str] | None, typer.Option(metavar="POLICY.NAME=VALUE", help=(
         "A policy's own setting; given again, another value of it."))] = None,
     store_bits: Annotated[list[int] | None, typer.Option(show_default="16", help=(
-        "Bits per number of the K and V that are kept: 16 (as the model has them), 8, 4 or 2; may be given more than "
-        "once. full keeps 16."))] = None,
+        "Bits per number of the K and V that are kept: 16 (as the model has them), 8, 4, 2 or 1; may be given more "
+        "than once. full keeps 16."))] = None,
+    exact: Exact = None,
+    exact_units: ExactUnits = None,
     focus: Annotated[bool, typer.Option("--focus", help=(
         "Tell the first question of each stream beforehand, and ask only that one (Locret-Q)."))] = False,
     text: Annotated[Path | None, typer.Option(exists=True, dir_okay=False, show_default="Python's standard library",
@@ -128,7 +142,7 @@ def evaluate(
                 files=tuple(file or ()), raw=raw, budgets=tuple(budget or ()), lengths=tuple(length or USUAL.lengths),
                 questions=questions, chunk_size=chunk_size, sinks=sinks, stabilizers=stabilizers,
                 allocations=tuple(allocation or USUAL.allocations), knobs=tuple(knob or ()), focus=focus, text=text,
-                store_bits=tuple(store_bits or USUAL.store_bits))
+                store_bits=tuple(store_bits or USUAL.store_bits), exact=exact_of(exact, exact_units))
             summary |= run(request, to, plots, acknowledge, device=device, dtype=dtype)
         written = write_reports(to, plots)
         summary["reports"] = msgspec.to_builtins(written.reports)

@@ -145,6 +145,7 @@ def _of_memory(layout: Layout, pool: Pool, dtype: object) -> dict[str, Any]:
         "budgets": list(layout.budgets), "sliding": list(shape.sliding),
         "blocks": [unit.blocks for unit in shape.units], "rope": list(pool.rope),
         "store_bits": list(layout.config.store_bits), "firsts": list(pool.firsts), "planes": pool.planes,
+        "host_bytes": pool.host_bytes, "formula_host_bytes": pool.formula_host_bytes(),
         "slots": pool.slots, "slot_bytes": pool.slot_bytes, "state_bytes": shape.state_bytes,
         "layer_bytes": pool.layer_bytes, "bytes_resident": pool.bytes_resident, "formula_bytes": pool.formula_bytes(),
         "full_cache_bytes_per_token": shape.token_bytes}
@@ -186,6 +187,9 @@ def show(facts: dict[str, Any]) -> None:
     out.print(f"{FORMULA if facts['store_bits'] == [16, 16] else FORMULA_IN_BITS}\n"
               f"      = {facts['formula_bytes']:,} bytes for {facts['slots']} slots; the tensors hold "
               f"{facts['bytes_resident']:,}; one context is {in_bytes(facts['slot_bytes'])}", soft_wrap=True)
+    if facts["host_bytes"]:
+        out.print(f"exact units beside them in the host's memory: {in_bytes(facts['host_bytes'])} for "
+                  f"{facts['slots']} slots", soft_wrap=True)
     if facts["state_bytes"]:
         out.print(f"of these {in_bytes(2 * facts['state_bytes'])} are the recurrent state of its layers, committed and "
                   "provisional", soft_wrap=True)

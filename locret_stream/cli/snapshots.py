@@ -146,7 +146,7 @@ def _replays(command: typer.Context, options: RuntimeOptions, store: Store, name
     from locret_stream.runtime.as_saved import settings_of
 
     given = {word.removeprefix("--").replace("-", "_")
-             for word in on_command_line(command, ("policy", "budget", "chunk_size", "store_bits"))}
+             for word in on_command_line(command, ("policy", "budget", "chunk_size", "store_bits", "exact"))}
     if "policy" in given:
         given.add("knobs")
     alike = list[tuple[dict[str, Any], list[str]]]()

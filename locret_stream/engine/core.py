@@ -20,6 +20,7 @@ from locret_stream.config import StreamConfig
 from locret_stream.engine import serialisation
 from locret_stream.engine.attention import Attention
 from locret_stream.engine.decoding import Decoder, NextToken
+from locret_stream.engine.fetching import FetchingDecoder
 from locret_stream.engine.focus import Units, expect_focus, put_in_front, units_of
 from locret_stream.engine.layout import Layout
 from locret_stream.engine.scorer import Scorer
@@ -63,7 +64,7 @@ class Engine:
         self.budgets, self.chunk_size, self.capacity = layout.budgets, layout.chunk_size, layout.capacity
         self.pool = layout.pool(attachment, slots, key_means=key_means, decode_copy=decode_copy)
         self.attention = Attention(layout, attachment)
-        self.decoder = Decoder(layout, attachment, self.pool)
+        self.decoder = (Decoder if config.exact is None else FetchingDecoder)(layout, attachment, self.pool)
         self._decoding: list[EngineState] = []  # the contexts of the last step of decoding
         self._shared_failed = False
 
@@ -77,7 +78,7 @@ class Engine:
         """What a unit's K and V are in snapshots."""
         dtype, layers = self.attachment.dtype, self.layout.stored_rows
         return Geometry(tuple((unit.kv_heads, *rows) for unit, rows in zip(self.shape.units, layers, strict=True)),
-                        torch.uint8 if self.config.quantised else dtype)
+                        torch.uint8 if self.config.stores_codes else dtype)
 
     def replace_policy(self, policy: Policy) -> None:
         """Score with another policy from now on, which must declare and protect the same as the one before."""
@@ -126,7 +127,7 @@ class Engine:
             return
         whole, early = self._rooms(state, share)
         with state.broken_by_failure():
-            state.provisional, state.tail_logits = 0, None  # their units stand at other ranks now
+            state.forget_units()
             for layer, count in enumerate(state.store.counts):
                 most = self._thinned(layer, share, len(state.focus))
                 if count > most and not self.shape.units[layer].sliding:
@@ -193,7 +194,8 @@ class Engine:
         `moment` and `units_between`, which take them as `stored`."""
         state.expect_whole()
         with state.lock:
-            state.swapped_out, state.provisional, state.tail_logits = True, 0, None
+            state.swapped_out = True
+            state.forget_units()
         return state.store.slot
 
     def swap_in(self, state: EngineState, tensors: Mapping[str, Tensor], slot: int) -> None:
@@ -225,9 +227,14 @@ class Engine:
                 + (f" behind a focus of {focus_count}" if focus_count else "") + f", {count} more were given, and the "
                 f"smallest layer has space for {self.capacity}; expected a larger budget or an evicting policy")
 
-    def accept(self, state: EngineState, ids: Iterable[int]) -> None:
+    def accept(self, state: EngineState, ids: Iterable[int], *, chosen: bool = False) -> None:
         """Append ids to the pending ones, all or none: raises as `expect_room`, and ConfigError where more than
-        `MOST_PENDING` would be pending. Runs nothing: the caller calls `commit` as long as `ready` is true."""
+        `MOST_PENDING` would be pending. Runs nothing: the caller calls `commit` as long as `ready` is true.
+
+        Args:
+            chosen: whether they were chosen by the logits behind the ids before them: a reply begins with them, or goes
+                on.
+        """
         state.expect_whole()
         ids = list(ids)
         self.expect_room(state, len(ids))
@@ -236,6 +243,12 @@ class Engine:
                               f"{len(state.pending):,}; expected at most {MOST_PENDING:,} at once: feed() it before "
                               "the question, or ask with recall=False")
         with state.lock:
+            if chosen:
+                state.reply_from = len(state.pending) if state.reply_from is None else state.reply_from
+            elif ids and state.reply_from is not None:
+                if self.config.exact is not None:
+                    state.forget_reply()
+                state.reply_from = None
             state.pending.extend(ids)
 
     def ready(self, state: EngineState) -> bool:
@@ -251,6 +264,8 @@ class Engine:
             state.provisional = state.provisional if state.provisional <= pending else 0
         elif state.provisional >= pending:
             state.provisional = max(0, pending - 1) if dropped else pending
+        if dropped and self.config.exact is not None:
+            state.forget_reply()  # what was fetched for the token that would have come next is not what it was
 
     def commit(self, state: EngineState) -> None:
         """Commit one chunk of pending ids: one forward, then every layer keeps its budget. Whole or not at all."""
@@ -262,7 +277,7 @@ class Engine:
         state.expect_whole()
         assert count <= self.chunk_size, "a slot has room for one chunk"
         ids = state.pending[:count]
-        state.provisional, state.tail_logits = 0, None  # the forward overwrites the provisional units
+        state.forget_units()  # the forward overwrites them
         focus_units = None if state.next_focus is None else self._focus_units(state.next_focus)
         scorer = Scorer(self.layout, self.attachment.logits, state)
         hidden, carried = self._forward(state, ids, 0, scorer)
@@ -281,6 +296,8 @@ class Engine:
                 state.seen += len(ids)
                 state.committed_ids.extend(ids)
                 del state.pending[:len(ids)]
+                if state.reply_from is not None:
+                    state.reply_from = max(0, state.reply_from - len(ids))
 
     def focus(self, state: EngineState, ids: Sequence[int]) -> int | None:
         """Put a focus in front of the stream, in place of the one before, from the next grid point on, or at once if
@@ -318,20 +335,25 @@ class Engine:
             if state.last_hidden is None:
                 raise ConfigError("nothing was fed yet, so there is nothing to continue; feed or ask something first")
             return self.attachment.logits(state.last_hidden)[0, -1].float()
-        new = state.pending[state.provisional:]
-        if len(new) == 1 and self.decoder.can_run(state):
-            self.decoder.run([state])
-        elif new:
-            before = state.provisional
-            hidden, carried = self._forward(state, new, before, None)
-            state.tail_logits = self.attachment.logits(hidden[:, -1:])[0, -1].float()
-            state.provisional = 0  # while the state is written
-            state.store.keep_state(carried, provisional=True)
-            state.provisional = before + len(new)
+        asked = len(state.pending)  # other threads may accept ids
+        while state.provisional < asked:
+            if (read := min(asked, self.decoder.to_read(state))) > state.provisional:
+                self._read(state, read)
+            else:
+                self.decoder.run([state])
         assert state.tail_logits is not None
         state.peaks = [max(peak, count + state.provisional)
                        for peak, count in zip(state.peaks, state.store.counts, strict=True)]
         return state.tail_logits
+
+    def _read(self, state: EngineState, until: int) -> None:
+        """Give the first `until` pending ids provisional units, by one forward of those that have none."""
+        before = state.provisional
+        hidden, carried = self._forward(state, state.pending[before:until], before, None)
+        state.tail_logits = self.attachment.logits(hidden[:, -1:])[0, -1].float()
+        state.provisional = 0  # while the state is written
+        state.store.keep_state(carried, provisional=True)
+        state.provisional = until
 
     def decode(self, asked: Sequence[NextToken]) -> list[int | BaseException]:
         """One step of several contexts: for each the id that it chose, which is accepted (`NextToken`), or the error
@@ -347,7 +369,7 @@ class Engine:
             try:
                 token = request.choose(self.logits(request.state))
                 if token not in request.unheld:
-                    self.accept(request.state, [token])
+                    self.accept(request.state, [token], chosen=True)
                 chosen.append(token)
             except BaseException as error:  # of any kind, as the ids of the contexts before it are accepted already
                 chosen.append(error)

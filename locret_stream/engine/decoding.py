@@ -43,6 +43,8 @@ class Decoder:
 
     Attributes:
         graphed: whether steps are replayed so.
+        kinds: of each layer, the first one that has as many units and rotates alike: what follows from ranks is
+            computed once for all of a kind. zeros: a tensor [0] on each device.
     """
 
     def __init__(self, layout: Layout, attachment: Attachment, pool: Pool):
@@ -53,15 +55,13 @@ class Decoder:
                         and len(pool.devices) == 1 and os.environ.get("LOCRET_CUDA_GRAPHS") != "0")
         self._graphs: dict[int, _Graph | None] = {}  # None: there was no memory for that size
         self._in_blocks = any(unit.blocks for unit in layout.shape.units)
-        # Layers of one budget and window have equally many units, and those of one RoPE table rotate alike: indices and
-        # rotations of a step are computed once for all of a kind.
         tables = layout.tables
         kinds = [(budget, unit.sliding, unit.blocks, id(tables.layers[layer]), id(tables.factors.get(layer)),
                   attachment.places[layer].device)
                  for layer, (budget, unit) in enumerate(zip(layout.budgets, layout.shape.units, strict=True))]
-        self._kinds = [kinds.index(kind) for kind in kinds]
+        self.kinds = [kinds.index(kind) for kind in kinds]
         self._went_on = False  # whether recurrent states were written in the step that runs
-        self._zeros = {device: torch.zeros(1, dtype=torch.int64, device=device) for device in pool.devices}
+        self.zeros = {device: torch.zeros(1, dtype=torch.int64, device=device) for device in pool.devices}
 
     def run(self, states: Sequence[EngineState]) -> None:
         """Give each state's next pending id provisional units and set its `tail_logits`. A state that was swapped out
@@ -81,7 +81,17 @@ class Decoder:
         for state, row, count in zip(states, logits, counts, strict=True):
             with state.lock:
                 if not state.swapped_out:
-                    state.tail_logits, state.provisional = row, count + 1
+                    self._took(state, row, count + 1)
+
+    def _took(self, state: EngineState, logits: Tensor, provisional: int) -> None:
+        """Take over that so many pending ids have units now, and the logits behind them."""
+        state.tail_logits, state.provisional = logits, provisional
+
+    def to_read(self, state: EngineState) -> int:
+        """How many of the pending ids have units once those are read that one forward reads together; those behind them
+        are run here, one by one."""
+        alone = len(state.pending) - state.provisional == 1 and self.can_run(state)
+        return state.provisional if alone else len(state.pending)
 
     def can_run(self, state: EngineState) -> bool:
         """Whether the next token of the context can be run here: not the first of a stream, where layers with a
@@ -137,7 +147,7 @@ class Decoder:
         """batch [3 + L, A] int64: ids, slots, for every layer the rank that the new unit gets, and the largest of
         these; last, where some layer sees blocks, the tokens' positions in the stream. Logits [A, vocab] fp32."""
         layout, attachment, pool, tables = self.layout, self.attachment, self.pool, self.layout.tables
-        kinds = self._kinds
+        kinds = self.kinds
         shared: dict[int, tuple[Tensor, Tensor, Tensor, tuple[Tensor, ...] | None, int | Tensor | None]] = {}
 
         def step(call: LayerCall) -> Attended:
@@ -190,13 +200,17 @@ class Decoder:
 
     def _logits(self, batch: Tensor, step: Step) -> Tensor:
         """Logits [A, vocab] fp32 of a forward of `batch`, whose provisional states go on."""
+        return self._logits_of(batch[0][:, None], batch[2 + len(self.kinds)][:, None], batch[1], step)[:, -1]
+
+    def _logits_of(self, ids: Tensor, start: Tensor, slots: Tensor, step: Step, *, keep: bool = True) -> Tensor:
+        """Logits [A, T, vocab] fp32 of a forward of ids [A, T] in the slots [A], the first of each context at the
+        position `start` [A, 1]; provisional states go on, unless `keep` is false."""
         attachment, states = self.attachment, self.pool.states
-        carried = attachment.carry(states.read(batch[1], provisional=True)) if states.forms else None
-        hidden = attachment.hidden(batch[0][:, None], step, carried, batch[2 + len(self._kinds)][:, None])
-        logits = attachment.logits(hidden)[:, -1].float()
-        if carried is not None:
+        carried = attachment.carry(states.read(slots, provisional=True)) if states.forms else None
+        logits = attachment.logits(attachment.hidden(ids, step, carried, start)).float()
+        if carried is not None and keep:
             self._went_on = True
-            states.write(batch[1], carried.tensors, provisional=True)
+            states.write(slots, carried.tensors, provisional=True)
         return logits
 
     def _forward_quantised(self, stores: Sequence[UnitStore], batch: Tensor) -> Tensor:
@@ -207,11 +221,11 @@ class Decoder:
 
         def step(call: LayerCall) -> Attended:
             layer, heads, device, unit = call.layer, call.q.shape[1], call.q.device, shape.units[call.layer]
-            kind = self._kinds[layer]
+            kind = self.kinds[layer]
             if kind not in shared:
                 ranks = batch[2 + layer].to(device)
                 lengths = (ranks + 1).split(1) if len(stores) > 1 else (ranks + 1,)
-                shared[kind] = self._zeros[device], lengths, tables.turns(layer, ranks)
+                shared[kind] = self.zeros[device], lengths, tables.turns(layer, ranks)
             here, lengths, turns = shared[kind]
             both = tables.rotate_each(layer, torch.cat([call.q, call.k], dim=1), turns)
             parts, out = (both[:, :heads], call.k, call.v, both[:, heads:]), []

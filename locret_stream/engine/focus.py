@@ -81,4 +81,5 @@ def put_in_front(layout: Layout, state: EngineState, ids: Sequence[int], units: 
             keep = select_units(store.scores(layer)[0, :, old:], space, sinks - new, stabilizers) + old
         store.put_in_front(layer, of_layer, keep, new, layout.tables.rotate)
         state.peaks[layer] = max(state.peaks[layer], store.counts[layer])
+    state.forget_units()
     state.focus, state.next_focus, state.had_focus = list(ids), None, state.had_focus or bool(ids)

@@ -51,6 +51,9 @@ class Layout:
         tables = attachment.tables(max(budgets) + config.chunk_size)
         policy.expect_declared()
         check_codes(shape, config.store_bits)
+        if config.exact is not None and config.exact.rows > 1 and (attachment.states or shape.biased):
+            raise ConfigError("exact: this model carries a recurrent state from token to token, which a second token "
+                              "in a step would change; expected HostTier(speculate=False)")
         layout = cls(shape, config, policy, budgets, tables,
                      tuple(uses_triton(torch.empty(0, device=place.device)) for place in attachment.places),
                      tuple(pair is not None and attachment.rotates_on_load(layer) and not config.quantised
@@ -68,12 +71,13 @@ class Layout:
         return Pool(self.shape, self.budgets, self.chunk_size, slots, planes=self.policy.planes, dtype=self.dtype,
                     device=[place.device for place in attachment.places],
                     rope=tuple(copies == 2 for copies in attachment.key_copies), store_bits=self.config.store_bits,
-                    firsts=self.firsts, key_means=key_means, decode_copy=decode_copy, states=self.states)
+                    firsts=self.firsts, key_means=key_means, decode_copy=decode_copy, states=self.states,
+                    tier=self.config.exact)
 
     @property
     def stored_rows(self) -> list[tuple[int, int]]:
-        """Items of K and of V of a stored unit, by layer: numbers, or bytes where units are codes."""
-        return [(key, value) if not self.config.quantised else
+        """Items of K and of V of a stored unit, by layer: numbers, or bytes where codes are all that there is."""
+        return [(key, value) if not self.config.stores_codes else
                 (stored_row(key, self.config.store_bits[0], self.dtype),
                  stored_row(value, self.config.store_bits[1], self.dtype))
                 for key, value in (unit.dims for unit in self.shape.units)]

@@ -100,11 +100,13 @@ def expect_loadable(layout: Layout, tensors: Mapping[str, Tensor], fresh: Engine
     for layer, (budget, unit) in enumerate(zip(layout.budgets, shape.units, strict=True)):
         heads, kind = unit.kv_heads, (budget, unit.sliding)
         units = units_of.setdefault(kind, _expected_units(tensors.get(f"{layer}.keys"), count, *kind, tensors, layout))
-        if layout.config.quantised:
+        if layout.config.stores_codes:
             expected |= _expected_codes(layout, layer, units)
         else:
             for part, dim in zip(("keys", "values"), unit.dims, strict=True):
                 expected[f"{layer}.{part}"] = (dtype, (heads, units, dim))
+        if layout.config.quantised and units and not layout.given_means:
+            expected[f"{layer}.key_mean"] = (torch.float32, (heads, unit.key_dim))
         expected[f"{layer}.scores"] = (torch.float32, (planes, heads, units))
         expected[f"{layer}.positions"] = (torch.int64, (heads, units))
     if count:
@@ -144,8 +146,6 @@ def _expected_codes(layout: Layout, layer: int, units: int) -> dict[str, tuple[t
     for part, dim, row in zip(("keys", "values"), unit.dims, layout.stored_rows[layer], strict=True):
         expected[f"{layer}.{part}"] = (torch.uint8, (unit.kv_heads, units, row))
         expected[f"{layer}.first_{part}"] = (layout.dtype, (unit.kv_heads, first, dim))
-    if units and not layout.given_means:
-        expected[f"{layer}.key_mean"] = (torch.float32, (unit.kv_heads, unit.key_dim))
     return expected
 
 

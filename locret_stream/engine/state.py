@@ -25,6 +25,9 @@ class EngineState:
         seen: tokens committed; a multiple of the chunk size, but in copies that answer (see `Engine.thin`).
         pending: accepted ids that are not committed yet.
         provisional: how many of the pending ids have units behind the committed ones.
+        reply_from: how many of the pending ids came before the reply whose tokens follow them; None: the last ids were
+            none of a reply. guess: what the next token was guessed at behind the last one, where units were fetched for
+            it; None: none were (see `engine.fetching`, which alone reads both).
         committed_ids: the last 1,024 committed ids.
         focus: ids of the focus in front of the stream; next_focus: ids that replace it at the next grid point, None
             for no change; next_focus_at: the position at which those were given. had_focus: whether it ever had one.
@@ -44,6 +47,8 @@ class EngineState:
         self.next_focus_at = 0
         self.had_focus = False
         self.provisional = 0
+        self.reply_from: int | None = None
+        self.guess: int | None = None
         self.peaks = [0] * len(store.counts)
         self.last_hidden: Tensor | None = None
         self.tail_logits: Tensor | None = None
@@ -74,6 +79,14 @@ class EngineState:
             raise ContextClosed("a commit failed while it moved units, so this context is lost; expected it to be "
                                 "closed and opened anew (restored, if it was saved)")
 
+    def forget_units(self) -> None:
+        """Of pending ids: their units lie where others are written now, or behind others that moved."""
+        self.provisional, self.tail_logits, self.guess = 0, None, None
+
+    def forget_reply(self) -> None:
+        """Forget the units of those pending ids that are of a reply, which hold what was fetched for them."""
+        self.provisional, self.guess = min(self.provisional, self.reply_from or 0), None
+
     @property
     def history(self) -> list[int]:
         """The last 1,024 accepted ids, committed or pending."""
@@ -85,6 +98,7 @@ class EngineState:
         with self.lock:
             copy = EngineState(store, dict(self.policy_state))
             copy.seen, copy.pending, copy.provisional = self.seen, list(self.pending), self.provisional
+            copy.reply_from, copy.guess = self.reply_from, self.guess
             copy.last_hidden, copy.tail_logits = self.last_hidden, self.tail_logits
             copy.committed_ids, copy.peaks = self.committed_ids.copy(), list(self.peaks)
             copy.focus, copy.had_focus = self.focus, self.had_focus

@@ -15,6 +15,7 @@ from locret_stream.config import Budget
 from locret_stream.errors import ConfigError, InputError
 from locret_stream.evaluation import metrics
 from locret_stream.files import replace
+from locret_stream.host_tier import HostTier
 
 
 class Cell(msgspec.Struct, frozen=True, kw_only=True):
@@ -28,6 +29,7 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
         units: the budget, None for everything. sinks, stabilizers, allocation: see `Budget`.
         heads: folder of retaining heads, "" for none.
         store_bits: of a channel of the K and V that are kept; 16 keeps them as the model has them.
+        exact: how exact units in the host's memory serve those in fewer bits.
         focus: the first question of each stream is announced before it begins (Locret-Q), and no other one is asked.
     """
 
@@ -46,6 +48,7 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
     first_seed: int = 0
     file: str = ""
     store_bits: int = 16
+    exact: HostTier | None = None
 
     @property
     def seeds(self) -> range:
@@ -139,6 +142,8 @@ def file_name(cell: Cell, origin: Origin) -> str:
     content = msgspec.to_builtins(msgspec.structs.replace(cell, heads="", file="", allocation=shares))
     if cell.store_bits == 16:
         del content["store_bits"]  # results that were measured before there was another number keep their names
+    if cell.exact is None:
+        del content["exact"]
     digest = _digest((content, origin), 6)
     task = re.sub(r"[^\w.-]+", "_", cell.task).strip("_")
     return f"{task}-{cell.policy}-{cell.units or 'all'}-{cell.length}-{digest}.json"
@@ -154,6 +159,11 @@ def _digest(content: Origin | tuple[dict[str, Any], Origin], size: int) -> str:
     return hashlib.blake2b(msgspec.json.encode(content, order="sorted"), digest_size=size).hexdigest()
 
 
+def bits_in_words(store_bits: int, exact: HostTier | None) -> str:
+    """2 bits, with 64 of the host."""
+    return f"{store_bits} bit{'s' * (store_bits != 1)}" + ("" if exact is None else f", with {exact.units} of the host")
+
+
 def counted(count: int, word: str) -> str:
     """1 cell, 2 cells."""
     return f"{count:,} {word}{'' if count == 1 else 's'}"
@@ -166,7 +176,7 @@ def in_words(cell: Cell) -> str:
     if cell.units is None:
         return f"{cell.task}, {cell.policy}, all units, {streams}"
     settings = [f"{name}={value}" for name, value in cell.knobs.items()] + [Path(cell.heads).name] * bool(cell.heads)
-    settings += [f"{cell.store_bits} bits"] * (cell.store_bits != 16)
+    settings += [bits_in_words(cell.store_bits, cell.exact)] * (cell.store_bits != 16)
     settings.append(cell.allocation if isinstance(cell.allocation, str) else ":".join(map(str, cell.allocation)))
     return f"{cell.task}, {cell.policy} ({', '.join(settings)}), {cell.units} units, {streams}"
 

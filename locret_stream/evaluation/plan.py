@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from locret_stream.config import check_store_bits, check_window
+from locret_stream.config import check_store_bits, check_tier, check_window
 from locret_stream.errors import ConfigError, HeadsMismatch, UnknownPolicy, WindowExceeded
 from locret_stream.evaluation import suite
 from locret_stream.evaluation.cells import Cell, expect_streams
@@ -18,6 +18,7 @@ from locret_stream.evaluation.documents import FileTask
 from locret_stream.evaluation.runner import ORACLES, Bench
 from locret_stream.evaluation.variants import FULL
 from locret_stream.heads import RetainingHeads
+from locret_stream.host_tier import HostTier
 from locret_stream.policies import POLICIES, Knob, Policy, make_policy, typed_knobs
 
 
@@ -47,6 +48,7 @@ class Axes(msgspec.Struct, frozen=True, kw_only=True):
     stabilizers: int = 16
     focus: bool = False
     store_bits: tuple[int, ...] = (16,)
+    exact: HostTier | None = None
 
 
 def with_heads(policy: str) -> bool:
@@ -70,6 +72,8 @@ def planned(axes: Axes, documents: Sequence[FileTask] = ()) -> list[Cell]:
     needless |= {"tasks", "lengths"} if documents else set()
     for bits in axes.store_bits:
         check_store_bits(bits)
+    if axes.exact is not None and set(axes.store_bits) == {16}:
+        check_tier(axes.exact, (16, 16))  # raises
     for name in ("tasks", "policies", "budgets", "lengths", "allocations", "store_bits"):
         if not getattr(axes, name) and name not in needless:
             raise ConfigError(f"evaluation: no {name}; expected at least one")
@@ -89,7 +93,8 @@ def planned(axes: Axes, documents: Sequence[FileTask] = ()) -> list[Cell]:
         for policy in axes.policies:
             cells += [full] if policy == FULL else [
                 msgspec.structs.replace(full, policy=policy, units=units, sinks=axes.sinks,
-                                        stabilizers=axes.stabilizers, store_bits=bits, **variant)
+                                        stabilizers=axes.stabilizers, store_bits=bits,
+                                        exact=None if bits == 16 else axes.exact, **variant)
                 for units, bits, variant in itertools.product(axes.budgets, axes.store_bits, variants[policy])]
     return list({msgspec.json.encode(cell): cell for cell in cells}.values())
 
@@ -143,7 +148,8 @@ def checked(cells: Iterable[Cell], bench: Bench) -> tuple[list[Cell], dict[str, 
         if cell.heads not in heads:
             heads[cell.heads] = _loaded(cell.heads, bench)
         streams = msgspec.json.encode(msgspec.structs.replace(  # what says which streams, and how they are cut
-            cell, policy=FULL, units=None, sinks=0, stabilizers=0, knobs={}, heads="", allocation="", store_bits=16))
+            cell, policy=FULL, units=None, sinks=0, stabilizers=0, knobs={}, heads="", allocation="", store_bits=16,
+            exact=None))
         in_bits = bench.task(cell).kind == "bits"
         reason = ""
         if cell.units is None:

@@ -14,6 +14,7 @@ import msgspec
 from locret_stream.budgets import usual_memory
 from locret_stream.config import Budget
 from locret_stream.errors import ConfigError
+from locret_stream.host_tier import HostTier
 from locret_stream.named_models import named_model
 
 if TYPE_CHECKING:
@@ -42,7 +43,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
         lengths: tokens of a stream. questions: at least so many in a cell.
         allocations: as in `Budget`, shares with commas between them.
         knobs: "POLICY.NAME=VALUE"; given again, another value of that knob.
-        store_bits: of a channel of the K and V that are kept.
+        store_bits: of a channel of the K and V that are kept. exact: how exact units in the host's memory serve those
+            in fewer bits than 16.
         focus: the first question of each stream is announced before the stream begins, and is the only one asked.
         text: the file whose lines the facts lie in; None for the sources of Python's standard library.
     """
@@ -62,6 +64,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     allocations: tuple[str, ...] = ("auto",)
     knobs: tuple[str, ...] = ()
     store_bits: tuple[int, ...] = (16,)
+    exact: HostTier | None = None
     focus: bool = False
     text: Path | None = None
 
@@ -95,7 +98,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
             heads={name: _once(folders[name]) for name in folders if name in policies},
             shares_of=next(iter(folders.get("locret", ())), ""), knobs=knob_values(self.knobs),
             questions=self.questions, chunk_size=self.chunk_size or usual_chunk, sinks=self.sinks,
-            stabilizers=self.stabilizers, focus=self.focus, store_bits=_once(self.store_bits))
+            stabilizers=self.stabilizers, focus=self.focus, store_bits=_once(self.store_bits),
+            exact=self.exact)
 
     def documents(self) -> list[FileTask]:
         """The files as tasks, each content once. Raises ConfigError: one that cannot be run, or `raw` without any."""

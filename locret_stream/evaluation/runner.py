@@ -161,7 +161,7 @@ class Bench:
                           knobs=None if oracle else cell.knobs, heads=cell.heads or None,
                           budget=self.budget(cell), chunk_size=cell.chunk_size, max_live=1,
                           acknowledge=None if isinstance(task, FileTask) else self.acknowledge,
-                          scratch=max(1, min(AT_ONCE, task.asked)), store_bits=cell.store_bits)
+                          scratch=max(1, min(AT_ONCE, task.asked)), store_bits=cell.store_bits, exact=cell.exact)
         async with runtime:
             recorder = None
             if task.kind == "bits":

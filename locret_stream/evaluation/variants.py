@@ -9,8 +9,9 @@ from pathlib import PurePath
 
 import msgspec
 
-from locret_stream.evaluation.cells import Cell, Origin
+from locret_stream.evaluation.cells import Cell, Origin, bits_in_words
 from locret_stream.evaluation.oracles import Oracle, PerHeadOracle
+from locret_stream.host_tier import HostTier
 
 FULL = "full"
 ORACLES = (Oracle.name, PerHeadOracle.name)
@@ -34,6 +35,7 @@ class Variant(msgspec.Struct, frozen=True, kw_only=True):
     chunk_size: int = 0
     focus: bool = False
     store_bits: int = 16
+    exact: HostTier | None = None
     everything: bool = False
 
 
@@ -45,7 +47,7 @@ def variant_of(cell: Cell, origin: Origin) -> Variant:
     if variant.everything:
         return variant
     return msgspec.structs.replace(variant, allocation=cell.allocation, sinks=cell.sinks, stabilizers=cell.stabilizers,
-                                   store_bits=cell.store_bits)
+                                   store_bits=cell.store_bits, exact=cell.exact)
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
@@ -96,7 +98,7 @@ def _labels_within(folders: dict[Variant, str], usual: Settings | None, given: s
     words = {variant: (" ".join(f"{name}={value}" for name, value in variant.knobs
                                 if name in given or (name, value) not in alike),
                        *_settings_in(variant), heads.get(variant.heads, "no heads"), "focus" if variant.focus else "",
-                       f"{variant.store_bits} bits" if variant.store_bits != 16 else "")
+                       bits_in_words(variant.store_bits, variant.exact) if variant.store_bits != 16 else "")
              for variant in folders}
     unusual = {0, 7} | {at for at, word in enumerate(usual.words() if usual else (), 1)
                      if any(own[at] != word for variant, own in words.items() if not variant.everything)}

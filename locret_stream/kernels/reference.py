@@ -13,7 +13,7 @@ from torch import Tensor
 
 from locret_stream.budgets import group_of
 
-CODES = (8, 4, 2)  # bits of a channel that rows of codes are made for
+CODES = (8, 4, 2, 1)  # bits of a channel that rows of codes are made for
 _BLOCK_ELEMENTS = 1 << 22  # attention logits computed at once: bounds the memory of `attention`, `reduced_attention`
 
 
@@ -87,6 +87,9 @@ def quantise_units(x: Tensor, bits: int, mean: Tensor | None = None) -> Tensor:
     scale and the zero as they are stored; the least and the greatest channel of a group get the first and the last
     code. It is the layout of torch's quantised embeddings, a group in place of a row.
 
+    At 1 bit the two codes stand for the middles of the lower and the upper half of a group's range, and not for its
+    ends: scale = (max - min) / 2, zero = (3 min + max) / 4 (SpeCache, arXiv:2503.16163, section 3.4).
+
     Args:
         bits: of a code, one of `CODES`.
         mean: [..., D] fp32, subtracted before. Keys whose channels lie far from 0 lose their differences without it.
@@ -97,10 +100,11 @@ def quantise_units(x: Tensor, bits: int, mean: Tensor | None = None) -> Tensor:
     least, greatest = groups.aminmax(dim=-1, keepdim=True)
     # So that neither code * scale nor its sum with zero is infinite, where a channel is.
     limit, steepest = (2.0**127, 2.0**119) if stored == torch.float32 else (torch.finfo(stored).max,) * 2
-    scale = ((greatest / most - least / most).clamp(max=steepest)).to(stored)
+    parts = most if bits > 1 else 2
+    scale = ((greatest / parts - least / parts).clamp(max=steepest)).to(stored)
     if stored == torch.float32:  # to 16 bits, so that code * scale is exact
         scale = ((scale.view(torch.int32) + 0x80) & ~0xFF).view(torch.float32)
-    zero = least.clamp(-limit, limit).to(stored)
+    zero = (least if bits > 1 else 0.75 * least + 0.25 * greatest).clamp(-limit, limit).to(stored)
     steps = (groups - zero.float()) / scale.float().masked_fill(scale == 0, 1.0)
     codes = steps.round().clamp(0, most).nan_to_num(0).to(torch.uint8)
     per_byte = 8 // bits

@@ -9,15 +9,17 @@ import msgspec
 
 from locret_stream.config import Budget
 from locret_stream.errors import ConfigError
+from locret_stream.host_tier import HostTier
 from locret_stream.snapshot import Identity
 
 _BUDGETS = re.compile(r"(\[[\d, ]+\]), sinks and stabilizers \[([(), \d]+)\]")
-_BITS = re.compile(r"\w+, stored in (\d+) and (\d+) bits")
+_BITS = re.compile(r"\w+, stored in (\d+) and (\d+) bits"
+                   r"(, exact in the host's memory(?:, codes are read but of (\d{1,9}))?)?")
 
 
 def settings_of(identity: Identity) -> dict[str, Any]:
-    """Options of `Runtime(...)`: policy, knobs, budget, chunk_size, store_bits. What the snapshot says in a way that
-    cannot be read, or that no runtime could have, is left out: opening the session then says what differs.
+    """Options of `Runtime(...)`: policy, knobs, budget, chunk_size, store_bits, exact. What the snapshot says in a way
+    that cannot be read, or that no runtime could have, is left out: opening the session then says what differs.
 
     The budget gives each layer the units that it had. Where layers have sliding windows the sum of these need not be a
     multiple of the layers; then every layer was given as many as the largest.
@@ -37,6 +39,8 @@ def settings_of(identity: Identity) -> dict[str, Any]:
                                      stabilizers=min(last for _, last in protected), allocation=shares)
         if (said := _BITS.match(identity.dtype)) is not None:
             found["store_bits"] = int(said[1]), int(said[2])
+            if said[3]:
+                found["exact"] = HostTier() if said[4] is None else HostTier(prefill="codes", residual=int(said[4]))
     except (msgspec.DecodeError, ValueError, ArithmeticError, ConfigError):  # a snapshot is untrusted input
         pass
     return found

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import msgspec
 import torch
 
-from locret_stream.config import Budget, ModelShape, Recall, StreamConfig, check_recall, check_store_bits
+from locret_stream.config import Budget, ModelShape, Recall, StreamConfig, check_recall, check_store_bits, check_tier
 from locret_stream.constraints import Constraints
 from locret_stream.context import Replay, StreamingContext, replay
 from locret_stream.context.cancelling import to_the_end
@@ -26,6 +26,7 @@ from locret_stream.engine import Engine, try_out
 from locret_stream.engine.layout import Layout
 from locret_stream.errors import ConfigError, ContextBusy, ContextClosed
 from locret_stream.heads import RetainingHeads
+from locret_stream.host_tier import HostTier, host_tier
 from locret_stream.models import Attachment, architecture, attach, detach
 from locret_stream.named_models import model_path, named_model
 from locret_stream.policies import POLICIES, Policy, make_policy
@@ -51,6 +52,7 @@ class RuntimeMemory(msgspec.Struct, frozen=True, kw_only=True):
         bytes_resident: all of them. bytes_pool: those of all slots and the scratch area, by the formula of
             `cache.pool`; the others are RoPE tables and attention masks.
         slots: how many there are. slot_bytes: of one slot.
+        bytes_host: of exact units in the host's memory; not among the others.
         bytes_packed: of packed copies of bf16 weights, which CPUs read quicker; not among the others.
     """
 
@@ -59,6 +61,7 @@ class RuntimeMemory(msgspec.Struct, frozen=True, kw_only=True):
     slots: int
     slot_bytes: int
     bytes_packed: int = 0
+    bytes_host: int = 0
 
 
 class Runtime:
@@ -78,7 +81,8 @@ class Runtime:
                  ingest_rate: float | None = None, slot_timeout_s: float = 60.0,
                  store: str | Path | Store | None = None, key: bytes | str | None = None, autosave: bool = True,
                  recall: bool | Recall | None = None, store_bits: int | tuple[int, int] = 16,
-                 decode_copy: bool = False, template_options: Mapping[str, Any] | None = None):
+                 exact: str | HostTier | None = None, decode_copy: bool = False,
+                 template_options: Mapping[str, Any] | None = None):
         """A runtime over loaded objects.
 
         Args:
@@ -109,6 +113,9 @@ class Runtime:
             store_bits: of a channel of the K and V that are kept: 16 keeps them as the model has them; 8 and 4 as
                 codes, so that the same bytes hold more units (beside bf16 1.7 and 3 times as many on CUDA, 2.5 and 4
                 times on a CPU); two numbers for K and V.
+            exact: with units in few bits, "host" keeps them exactly in the host's memory too, in as many bytes as exact
+                units take there; a token that is decoded finds those exact that it attends to most (SpeCache). With it
+                `store_bits` may be 2 or 1. HostTier(units=64, residual=64, ...) says how many, and how.
             decode_copy: with units in few bits, whether all slots share an exact copy of the memory that answers, so
                 that a token reads no codes again: it takes what one slot of exact units takes.
             template_options: variables of the chat template (`enable_thinking`, ...); `inspect --template` names them.
@@ -148,7 +155,9 @@ class Runtime:
         self._loaders = (model, tokenizer)
         self._heads, self._decode_copy = heads, decode_copy
         self._wanted = Wanted(policy=policy, knobs=dict(knobs or {}), budget=budget, chunk_size=chunk_size, sinks=sinks,
-                              stabilizers=stabilizers, store_bits=check_store_bits(store_bits))
+                              stabilizers=stabilizers, store_bits=check_store_bits(store_bits),
+                              exact=host_tier(exact))
+        check_tier(self._wanted.exact, self._wanted.store_bits)
         self.max_live, self.scratch = max_live, scratch
         if acknowledge is not None and (not isinstance(acknowledge, str) or not acknowledge.strip()):
             raise ConfigError(f"acknowledge is {acknowledge!r}; expected a short reply such as 'OK.', or None")
@@ -232,8 +241,8 @@ class Runtime:
         other = Runtime(self.model, self.tokenizer, heads=self._heads, policy=policy, knobs=knobs, budget=config.budget,
                         chunk_size=config.chunk_size, max_live=self.max_live, scratch=self.scratch,
                         template=self._template, acknowledge=self.acknowledge, attn=self._attn,
-                        slot_timeout_s=self._timeout_s, store_bits=config.store_bits, decode_copy=self._decode_copy,
-                        template_options=self._template_options)
+                        slot_timeout_s=self._timeout_s, store_bits=config.store_bits, exact=config.exact,
+                        decode_copy=self._decode_copy, template_options=self._template_options)
         other._number, other._own_model, other._called = self._number + own_thread, self._own_model, self._called
         return other
 
@@ -504,9 +513,14 @@ class Runtime:
     def _stored_dtype(self) -> str:
         """The dtype of K and V, and in how many bits they are stored if not in its own."""
         dtype, (keys, values) = str(self.attachment.dtype).removeprefix("torch."), self._wanted.store_bits
-        means = self.engine.key_means
-        return dtype if not self.engine.config.quantised else f"{dtype}, stored in {keys} and {values} bits" + (
-            "" if means is None else f", keys without the means {digest_tensors([('key_means', means.float())])}")
+        if not self.engine.config.quantised:
+            return dtype
+        means, exact = self.engine.key_means, self._wanted.exact
+        of_host = "" if exact is None else ", exact in the host's memory" + (
+            f", codes are read but of {exact.residual}" if exact.prefill == "codes" else "")
+        of_means = "" if means is None else (
+            f", keys without the means {digest_tensors([('key_means', means.float())])}")
+        return f"{dtype}, stored in {keys} and {values} bits{of_host}{of_means}"
 
     @property
     def memory(self) -> RuntimeMemory:
@@ -514,7 +528,8 @@ class Runtime:
         self.check_open()
         pool = self.engine.pool
         return RuntimeMemory(bytes_resident=self.engine.bytes_resident, bytes_pool=pool.bytes_resident,
-                             slots=pool.slots, slot_bytes=pool.slot_bytes, bytes_packed=self.attachment.packed_bytes)
+                             slots=pool.slots, slot_bytes=pool.slot_bytes, bytes_host=pool.host_bytes,
+                             bytes_packed=self.attachment.packed_bytes)
 
     def count_tokens(self, text: str) -> int:
         """How many tokens feeding this text would add, without those of the template."""

@@ -17,6 +17,7 @@ from locret_stream.cache import Pool
 from locret_stream.config import Budget, StreamConfig, UnitBytes, budget_from, unit_bytes
 from locret_stream.engine.layout import Layout
 from locret_stream.heads import RetainingHeads
+from locret_stream.host_tier import HostTier
 from locret_stream.models import Attachment, Foreseen, foresee
 from locret_stream.named_models.one_at_a_time import one_at_a_time
 from locret_stream.policies import Policy, make_policy, usual_policy
@@ -44,6 +45,7 @@ class Wanted:
     sinks: int | None
     stabilizers: int | None
     store_bits: tuple[int, int]
+    exact: HostTier | None
 
     def of(self, model: Attachment | Foreseen, heads: RetainingHeads | None) -> Settings:
         """The settings of a memory of that model with these heads. Raises ConfigError, WindowExceeded."""
@@ -58,12 +60,12 @@ class Wanted:
         usual_budget, usual_chunk = usual_memory(shape.window)
         chunk_size = usual_chunk if self.chunk_size is None else self.chunk_size
         per_unit = tuple(unit_bytes(unit, shape.item_bytes, policy.planes, key_copies=copies,
-                                    store_bits=self.store_bits, own_means=means is None)
+                                    store_bits=self.store_bits, own_means=means is None, tier=self.exact)
                          for unit, copies in zip(shape.units, model.key_copies, strict=True))
         budget = budget_from(usual_budget if self.budget is None else self.budget, shape, chunk_size,
                              sinks=self.sinks, stabilizers=self.stabilizers, shares=shares, per_unit=per_unit)
         return Settings(StreamConfig(budget=budget, chunk_size=chunk_size, policy=policy.name, knobs=self.knobs,
-                                     store_bits=self.store_bits), policy, shares, means, per_unit)
+                                     store_bits=self.store_bits, exact=self.exact), policy, shares, means, per_unit)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +98,7 @@ class Foresight:
     def snapshot_bytes(self) -> int:
         """Of the first snapshot of a full memory, about: what is kept, without the chunk's room and rotated keys."""
         layout = self.layout
-        item = 1 if layout.config.quantised else layout.shape.item_bytes
+        item = 1 if layout.config.stores_codes else layout.shape.item_bytes
         units = sum(unit.kv_heads * budget * (sum(rows) * item + 4 * self.pool.planes + 8)
                     for unit, budget, rows in zip(layout.shape.units, layout.budgets, layout.stored_rows, strict=True))
         return units + layout.shape.state_bytes + layout.shape.hidden * layout.shape.item_bytes

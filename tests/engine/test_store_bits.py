@@ -124,7 +124,7 @@ def test_what_stays_read_is_what_would_be_read_anew(policy: str, on: str, bits: 
 
     def compared_append(store: QuantisedStore, layer: int, rank: int, *args: Any) -> tuple[Tensor, Tensor]:
         dense = engine.pool.layers[layer].dense
-        kept[0] += dense.owner == (store, layer) and dense.right[1] == dense.right[2] > 0
+        kept[0] += dense.owner == (store, layer, False) and dense.right[1] == dense.right[2] > 0
         found = append(store, layer, rank, *args)
         if rank % 3 == 0:  # a reader has the units written that `append` keeps for later
             _, *others = anew(store, layer, rank + 1, args[-1])
@@ -185,9 +185,9 @@ def test_with_a_copy_a_token_reads_no_codes(monkeypatch: pytest.MonkeyPatch):
     does. What is written later, several at once, is never many."""
     calls: list[tuple] = []
     attended: list[tuple] = []
-    whole = QuantisedStore.attended
+    whole = QuantisedStore._attended
     monkeypatch.setattr(quantised_store, "dequantise_units", lambda *a: calls.append(a) or dequantise_units(*a))
-    monkeypatch.setattr(QuantisedStore, "attended", lambda *a: attended.append(a) or whole(*a))
+    monkeypatch.setattr(QuantisedStore, "_attended", lambda *a, **more: attended.append(a) or whole(*a, **more))
     monkeypatch.setattr(quantised_store, "_LATE", 3)
     for copy in (True, False):
         engine = engine_of(4, decode_copy=copy)

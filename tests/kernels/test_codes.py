@@ -29,7 +29,7 @@ def read(rows: Tensor, bits: int, dim: int, mean: Tensor | None = None, dtype: t
                                                         (96, 32, 48), (24, 24, 24)])
 def test_a_row_has_a_scale_and_a_zero_for_each_group_of_channels(dim: int, group: int, of_eight: int):
     for bits in CODES:
-        size, beside = (of_eight, 8) if bits == 8 else (group, 4)
+        size, beside = (of_eight, 8) if bits == 8 else (of_eight if bits == 1 else group, 4)
         assert group_of(dim, bits) == size
         assert row_bytes(dim, bits) == dim * bits // 8 + beside * dim // size
         assert row_bytes(dim, bits) == quantise_units(units(dim), bits).shape[-1]
@@ -48,6 +48,14 @@ def test_every_channel_is_within_half_a_step(bits: int, dim: int):
     assert ((found - x).abs() <= span / (2**bits - 1) / 2 + (span + size) * stored).all()
     least = (found - x).abs().amax()
     assert least > 0, "the bound is not met by returning the input"
+
+
+def test_one_bit_stands_for_the_middles_of_the_halves():
+    """z = (3 min + max) / 4, s = (max - min) / 2 (SpeCache, arXiv:2503.16163, equation 3)."""
+    x = torch.arange(64.0)[None, None] * 4 - 128  # from -128 to 124
+    found = read(quantise_units(x, 1), 1, 64)[0, 0]
+    assert (found == torch.where(x[0, 0] < -2, -65.0, 61.0)).all()
+    assert row_bytes(64, 1) == 12
 
 
 def test_the_order_of_the_bytes_is_as_specified():
@@ -133,7 +141,7 @@ def test_strange_numbers_stay_where_they_are(bits: int):
         found = read(quantise_units(x, bits), bits, 64, by=by)
         assert torch.equal(found[0, :2], x[0, :2]), "exact"
         assert found[0, 2:4].isfinite().all() and found[0, 2, 0] > 1e4 > -1e4 > found[0, 3, 0]
-        first = 0 if bits == 8 else 32
+        first = 0 if bits in (8, 1) else 32
         assert found[0, 4, first:].isnan().all(), "its group"
         assert torch.equal(found[0, 4, :first], x[0, 4, :first]), "and no other"
         assert found[0, 5].abs().max() < 1e-6

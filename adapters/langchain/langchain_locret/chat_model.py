@@ -42,10 +42,11 @@ from langchain_locret.runtimes import BOUNDARIES, Settings, SharedRuntime, is_re
 from langchain_locret.thread_methods import ThreadMethods
 from langchain_locret.warned import LateWarning, RebuildWarning, ToolsWarning
 from locret_stream import ConfigError, __version__
-from locret_stream.config import check_store_bits
+from locret_stream.config import check_store_bits, check_tier
 from locret_stream.conversation.messages import Message
 from locret_stream.conversation.request import TOOLS_LEFT_OUT, Delivery, OnChange, OnMismatch, Save
 from locret_stream.conversation.tool_prompt import ToolPrompt
+from locret_stream.host_tier import host_tier
 
 if TYPE_CHECKING:  # loads torch
     from locret_stream.conversation.threads import Threads
@@ -53,7 +54,7 @@ if TYPE_CHECKING:  # loads torch
 _END = object()
 _taken_by_caller: ContextVar[Delivery | None] = ContextVar("taken by ainvoke", default=None)
 _OF_THE_RUNTIME = ("heads", "policy", "budget", "chunk_size", "max_live", "device", "dtype", "chat_template", "store",
-                   "key", "boundaries", "recalls", "store_bits")
+                   "key", "boundaries", "recalls", "store_bits", "exact")
 _WARNINGS = {"late": LateWarning, "rebuild": RebuildWarning, "tools": ToolsWarning, "held": ToolsWarning}
 _FOR_SERVERS = {"api_key", "base_url", "max_retries"}
 
@@ -92,7 +93,8 @@ class LocretChatModel(ThreadMethods, BaseChatModel):
         recalls: whether what a thread has read is searched by the words of the last message, and what is found is read
             again for the answer, whether it was evicted or not; a `Recall` says how much. The receipt's `recalled` has
             it. A call may do without: `bind(recall=False)`.
-        store_bits: of a channel of the K and V that are kept, of `locret_stream.Runtime`: 16, 8, 4, or two numbers.
+        store_bits: of a channel of the K and V that are kept, of `locret_stream.Runtime`: 16, 8, 4, or two numbers;
+            with `exact="host"` or a `HostTier` also 2 and 1.
         runtime: one of your own in place of all these; it needs a store to keep threads.
         max_tokens, temperature, top_p, top_k, min_p, repetition_penalty, seed, stop: of a reply. Without a temperature
             the likeliest token is taken.
@@ -123,6 +125,7 @@ class LocretChatModel(ThreadMethods, BaseChatModel):
     focus: str | None = None
     recalls: Any = None
     store_bits: Any = None
+    exact: Any = None
     runtime: Any = Field(default=None, exclude=True, repr=False)
     max_tokens: int = 512
     temperature: float | None = None
@@ -178,11 +181,13 @@ class LocretChatModel(ThreadMethods, BaseChatModel):
         if self.recalls not in (True, False, None) and not is_recall(self.recalls):
             raise ConfigError(f"recalls is {self.recalls!r}; expected True, False or Recall(tokens=...)")
         bits = None if self.store_bits is None else check_store_bits(self.store_bits)
+        tier = host_tier(self.exact)
+        check_tier(tier, bits or (16, 16))
         sampling_of(self, {})
         options = {name: getattr(self, name) for name in
                    ("heads", "policy", "budget", "chunk_size", "max_live", "device", "dtype")}
         options |= {"template": self.chat_template, "recall": self.recalls,
-                    "store_bits": bits if bits != (16, 16) else None}
+                    "store_bits": bits if bits != (16, 16) else None, "exact": tier}
         settings = Settings(
             model=self.model, options=tuple((name, value) for name, value in options.items() if value is not None),
             store=store, key=key,

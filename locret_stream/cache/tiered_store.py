@@ -1,0 +1,294 @@
+"""Codes on the device, and the same units exactly in the host's memory (SpeCache, arXiv:2503.16163). Knows no policy.
+
+Rank r of a layer is row r of its codes, and in the host's memory the row that the table of places has for it: a commit
+moves codes and the table, and writes the units that are new, but no others. The last committed units are exact on the
+device too (`Pool.residual`), as are the first ones of the stream. A step of decoding reads codes; in their place stand,
+in each KV head, the *hot* units, which were fetched from the host for it. They are no part of what is committed:
+whatever changes that drops them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from locret_stream.cache.buffers import Dense
+from locret_stream.cache.host import HostRows, HotUnits
+from locret_stream.cache.pool import Pool
+from locret_stream.cache.quantised_store import QuantisedStore
+from locret_stream.cache.unit_store import Rotate, UnitStore
+from locret_stream.kernels import quantise_units, slot_units
+
+RotateAt = Callable[[int, Tensor, Tensor], Tensor]
+"""Applies RoPE: (layer, keys [1, H, T, D], ranks [1, H, T]) -> rotated keys."""
+
+
+class TieredStore(QuantisedStore):
+    """One slot of a pool of codes with exact units in the host's memory."""
+
+    def __init__(self, pool: Pool, slot: int):
+        super().__init__(pool, slot)
+        assert pool.tier is not None, "a pool without exact units in the host's memory has another store"
+        self.tier = pool.tier
+        self._hot: list[tuple[int, object]] = []  # of each layer how many units are hot, and which choice that was
+        self.cool()
+
+    def _of_host(self, layer: int) -> tuple[HostRows, HotUnits]:
+        buffers = self._buffers(layer)
+        assert buffers.host is not None and buffers.hot is not None, "a pool with a tier has them in every layer"
+        return buffers.host, buffers.hot
+
+    # -- a forward pass ---------------------------------------------------------------------------------------
+
+    def attended(self, layer: int, count: int, rotate: Rotate) -> tuple[Tensor, Tensor, Tensor]:
+        """As of `UnitStore`: committed units exactly, from the host, or what their codes say (`HostTier.prefill`)."""
+        return self._attended(layer, count, rotate, exact=self.tier.prefill == "exact")
+
+    def _read_exact(self, layer: int, part: int, out: Tensor) -> None:
+        out.copy_(self._exact(layer, slice(out.shape[1]))[part])
+
+    def _exact(self, layer: int, ranks: slice | Tensor) -> tuple[Tensor, Tensor]:
+        """K before RoPE and V of committed units, [H, n, D] on the host: of a range of ranks, or of `ranks` [H, n]."""
+        host, _ = self._of_host(layer)
+        places = host.places[self.slot]
+        at = places[:, ranks] if isinstance(ranks, slice) else places.gather(1, ranks)
+        heads, rows = places.shape
+        flat = (at + torch.arange(0, heads * rows, rows)[:, None]).flatten()
+        keys, values = (part[self.slot].flatten(0, 1).index_select(0, flat).view(*at.shape, part.shape[-1])
+                        for part in (host.keys, host.values))
+        return keys, values
+
+    # -- decoding ---------------------------------------------------------------------------------------------
+
+    def step(self, layer: int, rank: int, keys: Tensor, values: Tensor, turned: Tensor, rotate: Rotate
+             ) -> tuple[Tensor, Tensor]:
+        """Write the first of some new units behind the others, and give what they attend to: rotated keys and values,
+        of which the first `rank` + T ranks are right, [1, H, more, D], with hot units in place of their codes. Units
+        behind the first one are nowhere but there, until the next read of any layer of this device.
+
+        Args:
+            keys, values, turned: K before RoPE, V, and K at its rank, [1, H, T, D]; see `append`.
+        """
+        first = slice(1)
+        found = self.append(layer, rank, keys[:, :, first], values[:, :, first], turned[:, :, first], rotate)
+        self._show(layer)
+        self._write_guesses(layer, rank, turned, values)
+        return found
+
+    def step_again(self, layer: int, rank: int, values: Tensor, turned: Tensor, rotate: Rotate
+                   ) -> tuple[Tensor, Tensor]:
+        """What `step` gave, for a layer that reads the units of another one: arguments are those of that one."""
+        self._attended(layer, rank + 1, rotate)
+        self._show(layer)
+        dense = self._buffers(layer).dense
+        self._write_guesses(layer, rank, turned, values)
+        return dense.parts[2], dense.parts[1]
+
+    def _write_guesses(self, layer: int, rank: int, turned: Tensor, values: Tensor) -> None:
+        """Write units behind the first one to the scratch, where they count as not read."""
+        dense, stop = self._buffers(layer).dense, rank + turned.shape[2]
+        if stop > rank + 1:
+            for part, units in ((1, values), (2, turned)):
+                slot_units(dense.parts[part], 0, rank + 1, stop).copy_(units[:, :, 1:])
+
+    def choose(self, layer: int, weights: Tensor, rotate_at: RotateAt) -> None:
+        """Fetch from the host what the next token shall find exact: in each head the units with the greatest weights
+        [H, n], of those whose codes are all that the device has."""
+        last = self.counts[layer] - min(self.pool.residual, self.counts[layer])
+        first = self._firsts(layer)
+        start, stop = min(first.start, last), min(first.stop, last)
+        host, hot = self._of_host(layer)
+        most = min(hot.ranks.shape[-1], last - (stop - start))
+        before, self._hot[layer] = self._hot[layer][0], (max(0, most), object())
+        if most < 1:
+            return
+        if start:
+            weights = weights[:, :last].clone()
+            weights[:, start:stop] = -1.0
+            ranks = weights.topk(most, sorted=False).indices
+        else:
+            ranks = weights[:, stop:last].topk(most, sorted=False).indices + stop
+        held = hot.ranks[self.slot, :, :before]
+        self.pool.fetched += ranks.numel() - int((ranks[:, :, None] == held[:, None]).sum())
+        keys, values = self._exact(layer, ranks.to(host.places.device))
+        here = slice(self.slot, self.slot + 1), slice(None), slice(most)
+        hot.keys[here] = rotate_at(layer, keys[None].to(hot.keys.device), ranks[None])
+        hot.values[here] = values[None, ..., :hot.values.shape[-1]]
+        hot.ranks[here] = ranks
+
+    def cool(self, layers: Sequence[int] | None = None) -> None:
+        """Drop the hot units of these layers, of all by default."""
+        nothing = (0, object())
+        if layers is None:
+            self._hot = [nothing] * len(self.counts)
+        else:
+            for layer in layers:
+                self._hot[layer] = nothing
+
+    @property
+    def hot(self) -> list[int]:
+        """Units of each KV head that are hot, by layer."""
+        return [count for count, _ in self._hot]
+
+    def _show(self, layer: int) -> None:
+        """Put the hot units in place of what their codes say, in the scratch that this slot and layer own."""
+        dense, (count, choice) = self._buffers(layer).dense, self._hot[layer]
+        if dense.shown is choice:
+            return
+        if dense.cold is not None:
+            self._put(dense, *dense.cold)
+        dense.shown, dense.cold = choice, None
+        if not count:
+            return
+        _, hot = self._of_host(layer)
+        parts = self._shown_parts(dense)
+        heads, room = dense.parts[2].shape[1:3]
+        at = (hot.ranks[self.slot, :, :count]
+              + torch.arange(0, heads * room, room, device=hot.ranks.device)[:, None]).flatten()
+        if self.pool.decode_copy:  # else all of it is read again for the next token
+            dense.cold = at, [dense.parts[part][0].flatten(0, 1).index_select(0, at) for part in parts]
+        both = {1: hot.values, 2: hot.keys}
+        self._put(dense, at, [both[part][self.slot, :, :count].reshape(len(at), -1) for part in parts])
+
+    @staticmethod
+    def _shown_parts(dense: Dense) -> list[int]:
+        """Values and rotated keys; where K is V, too, the keys."""
+        return [2] if dense.parts[1] is dense.parts[2] else [1, 2]
+
+    def _put(self, dense: Dense, at: Tensor, rows: Sequence[Tensor]) -> None:
+        for part, units in zip(self._shown_parts(dense), rows, strict=True):
+            dense.parts[part][0].flatten(0, 1).index_copy_(0, at, units)
+
+    # -- committed units --------------------------------------------------------------------------------------
+
+    def rows(self, layer: int, count: int) -> tuple[Tensor, Tensor]:
+        """As of `UnitStore`: copies of the exact units, on the host."""
+        return self._exact(layer, slice(count))
+
+    def commit(self, layer: int, first_position: int, new: int, scores: Tensor, keep: Tensor | None,
+               rotate: Rotate) -> None:
+        """As of `UnitStore`; the host gets those of the new units that are kept."""
+        self._write_late(layer)
+        self.cool([layer])
+        buffers, count, tail = self._buffers(layer), self.counts[layer], self.pool.tails[layer]
+        heads = buffers.exact_keys.shape[1]
+        ranks = torch.arange(count + new).expand(heads, -1) if keep is None else keep.to("cpu")
+        self._take(layer, ranks, count, *(rows[self.slot, :, tail:tail + new]
+                                          for rows in (buffers.exact_keys, buffers.exact_values)))
+        super().commit(layer, first_position, new, scores, keep, rotate)
+        self._keep_last(layer)
+
+    def _take(self, layer: int, ranks: Tensor, count: int, keys: Tensor, values: Tensor) -> None:
+        """Let the host have the units at the ascending `ranks` [H, n], of which those from `count` on are new: row
+        `rank` - `count` of keys and values [H, T, D]. These get places that are free then."""
+        host, _ = self._of_host(layer)
+        places = host.places[self.slot]
+        new = ranks >= count
+        stay = (~new).sum(1, keepdim=True)  # of each head, how many of the first are units that it had
+        old = places.gather(1, ranks.masked_fill(new, 0))
+        free = _free(places, old, ~new)
+        order = torch.arange(places.shape[1]).expand_as(places)
+        behind = free.gather(1, (order - stay).clamp(min=0))
+        behind[:, :ranks.shape[1]] = torch.where(new, behind[:, :ranks.shape[1]], old)
+        host.places[self.slot] = behind
+        heads, at = new.nonzero(as_tuple=True)
+        rows = ranks[heads, at] - count
+        where = behind[heads, at]
+        for held, units in ((host.keys, keys), (host.values, values)):
+            held[self.slot][heads, where] = units[heads.to(units.device), rows.to(units.device)].to(held.device)
+
+    def _keep_last(self, layer: int) -> None:
+        """Write the exact units that stay on the device to their rows: the first of the stream, and the last."""
+        buffers, count, tail = self._buffers(layer), self.counts[layer], self.pool.tails[layer]
+        first = self._firsts(layer)
+        for ranks, row in ((slice(min(first.start, count), min(first.stop, count)), 0),
+                           (slice(count - min(self.pool.residual, count), count),
+                            tail - min(self.pool.residual, count))):
+            if ranks.stop > ranks.start:
+                stop = row + ranks.stop - ranks.start
+                for held, units in zip((buffers.exact_keys, buffers.exact_values), self._exact(layer, ranks),
+                                       strict=True):
+                    held[self.slot, :, row:stop] = units
+
+    def copy_from(self, other: UnitStore, tail: int = 0) -> None:
+        """As of `UnitStore`; hot units go with the others, so that a copy answers as its original."""
+        assert isinstance(other, TieredStore), "a pool with a tier has no others"
+        super().copy_from(other, tail)
+        for layer, count in enumerate(other.counts):
+            host, hot = self._of_host(layer)
+            for held, units in zip((host.keys, host.values), other._exact(layer, slice(count)), strict=True):
+                held[self.slot, :, :count] = units
+            host.places[self.slot] = torch.arange(host.places.shape[-1])
+            for tensor in (hot.keys, hot.values, hot.ranks):
+                tensor[self.slot] = tensor[other.slot]
+        self._hot = [(count, object()) for count in other.hot]
+
+    def put_in_front(self, layer: int, units: tuple[Tensor, Tensor] | None, keep: Tensor, front: int,
+                     rotate: Rotate) -> None:
+        """As of `UnitStore`."""
+        self.cool([layer])
+        self._put_host_in_front(layer, units, keep.to("cpu"))
+        super().put_in_front(layer, units, keep, front, rotate)
+        self._keep_last(layer)
+
+    def _put_host_in_front(self, layer: int, units: tuple[Tensor, Tensor] | None, keep: Tensor) -> None:
+        """The same for the host's rows: those that stay keep their places, those in front get free ones."""
+        host, _ = self._of_host(layer)
+        places, new = host.places[self.slot], 0 if units is None else units[0].shape[2]
+        kept = places.gather(1, keep)
+        free = _free(places, kept, torch.ones_like(kept, dtype=torch.bool))
+        host.places[self.slot] = torch.cat([free[:, :new], kept, free[:, new:places.shape[1] - kept.shape[1]]], dim=1)
+        if units is not None:
+            heads = torch.arange(len(places))[:, None]
+            for held, rows in zip((host.keys, host.values), units, strict=True):
+                held[self.slot][heads, free[:, :new]] = rows[0, ..., :held.shape[-1]].to(held.device)
+
+    # -- as tensors -------------------------------------------------------------------------------------------
+
+    def beside(self) -> dict[str, Tensor]:
+        """As of `UnitStore`, and of each layer l `l.key_mean` [H, D] fp32, unless means are given: codes are made of
+        the exact units again."""
+        return {name: tensor for name, tensor in super().beside().items()
+                if name.partition(".")[2] not in ("first_keys", "first_values")}
+
+    def load(self, units: Mapping[str, Tensor], rotate: Rotate,
+             fronts: Sequence[tuple[Tensor, Tensor] | None] = ()) -> None:
+        """As of `UnitStore`."""
+        self.cool()
+        codes = dict(units)
+        for layer in range(len(self.counts)):
+            buffers, keys = self._buffers(layer), units[f"{layer}.keys"]
+            if keys.shape[1] and not buffers.given:
+                buffers.means[self.slot, 0] = units[f"{layer}.key_mean"].to(buffers.means.device)
+            for name, part, (bits, _, _, means) in zip(("keys", "values"), (keys, units[f"{layer}.values"]),
+                                                       self._parts(layer), strict=True):
+                codes[f"{layer}.{name}"] = _coded(part.to(buffers.keys.device), bits, means[0])
+                codes[f"{layer}.first_{name}"] = part[:, :0]
+        super().load(codes, rotate, fronts)
+        for layer in range(len(self.counts)):
+            host, front = self._of_host(layer)[0], self.fronts[layer]
+            host.places[self.slot] = torch.arange(host.places.shape[-1])
+            for held, name, of_front in zip((host.keys, host.values), ("keys", "values"),
+                                            (fronts[layer] if fronts else None) or (None, None), strict=True):
+                if of_front is not None:
+                    held[self.slot, :, :front] = of_front[0, ..., :held.shape[-1]]
+                held[self.slot, :, front:self.counts[layer]] = units[f"{layer}.{name}"]
+            self._keep_last(layer)
+
+
+def _free(places: Tensor, kept: Tensor, which: Tensor) -> Tensor:
+    """The rows of the host, [H, b]: in each head first those that are free, ascending, then the places `kept` [H, n] of
+    the units for which `which` [H, n] is true."""
+    heads, at = which.nonzero(as_tuple=True)
+    used = torch.zeros_like(places, dtype=torch.uint8)
+    used[heads, kept[heads, at]] = 1
+    return used.argsort(dim=1, stable=True)
+
+
+def _coded(units: Tensor, bits: int, mean: Tensor | None) -> Tensor:
+    """Rows of codes [H, n, bytes] of K or V."""
+    if bits == 16 or not units.shape[-1]:
+        return units.contiguous().view(torch.uint8)
+    return quantise_units(units, bits, mean)

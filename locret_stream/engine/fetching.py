@@ -1,0 +1,150 @@
+"""Decoding over codes with exact units fetched from the host's memory (SpeCache, arXiv:2503.16163). Knows no sampling.
+
+A step runs two tokens of each context: the newest one, and a guess at the one after it, which was the likeliest behind
+the guess of the step before. Both attend to codes, with the *hot* units exact in their place; what the guess attends to
+most is fetched, and is hot in the next step. Only the newest token's unit is kept. The first token of a reply is run
+once alone, which finds the first guess and the first hot units, and is then run again with them.
+
+Hot units depend on the tokens that were decoded before. So that a reply is a function of the committed state, the
+prompt and its own tokens, those are always decoded one by one from where it began (`EngineState.reply_from`), whatever
+forgets their units meanwhile; and the next prompt reads them again, all together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from locret_stream.cache import TieredStore
+from locret_stream.engine.decoding import Decoder
+from locret_stream.engine.state import EngineState
+from locret_stream.kernels import decode_attention, reduced_attention
+from locret_stream.models import Attended, LayerCall
+
+
+class FetchingDecoder(Decoder):
+    """`Decoder` of a pool whose exact units are in the host's memory."""
+
+    def to_read(self, state: EngineState) -> int:
+        """All but the tokens of a reply, which are decoded one by one."""
+        return len(state.pending) if state.reply_from is None else max(state.provisional, state.reply_from)
+
+    def can_run(self, state: EngineState) -> bool:
+        """As of `Decoder`, and whether the next token is one of a reply."""
+        return state.reply_from is not None and state.provisional >= state.reply_from and super().can_run(state)
+
+    def _took(self, state: EngineState, logits: Tensor, provisional: int) -> None:
+        if state.reply_from is not None:  # else ids were accepted meanwhile, with which the reply is read again
+            super()._took(state, logits, provisional)
+
+    def _step(self, states: Sequence[EngineState], counts: Sequence[int]) -> Tensor:
+        tier = self.layout.config.exact
+        assert tier is not None, "a pool with exact units in the host's memory"
+        try:
+            fresh = [(state, count) for state, count in zip(states, counts, strict=True) if state.guess is None]
+            if fresh and tier.units:
+                for state, _ in fresh:
+                    self._store(state).cool()
+                self._run([state for state, _ in fresh], [count for _, count in fresh], 1, keep=False)
+            logits = self._run(states, counts, tier.rows, keep=True)
+        except BaseException:
+            for state in states:
+                state.forget_reply()
+            raise
+        return logits[:, 0]
+
+    @staticmethod
+    def _store(state: EngineState) -> TieredStore:
+        assert isinstance(state.store, TieredStore), "a pool with a tier has no others"
+        return state.store
+
+    def _run(self, states: Sequence[EngineState], counts: Sequence[int], rows: int, *, keep: bool) -> Tensor:
+        """Logits [A, T, vocab] fp32 of `rows` tokens T of each context: the id behind its first `counts` pending ones,
+        then the guess. What the last one attends to most is hot afterwards, and what follows it likeliest is the guess.
+
+        Args:
+            keep: whether recurrent states go on.
+        """
+        ids = [[state.pending[count], state.guess][:rows] for state, count in zip(states, counts, strict=True)]
+        ranks = torch.tensor([[[held + count + row for row in range(rows)]
+                               for held, count in zip(of_layer, counts, strict=True)]
+                              for of_layer in zip(*(state.store.counts for state in states), strict=True)])
+        positions = [state.seen + count for state, count in zip(states, counts, strict=True)]
+        layers, device = _Layers(self, states, ranks, positions), self.attachment.device
+        logits = self._logits_of(torch.tensor(ids, device=device), ranks.amax(0)[:, :1].to(device),
+                                 torch.tensor([state.store.slot for state in states]), layers, keep=keep)
+        layers.choose()
+        tier = self.layout.config.exact
+        if tier is not None and tier.units:
+            for state, guess in zip(states, logits[:, -1].argmax(-1).tolist(), strict=True):
+                state.guess = guess
+        return logits
+
+
+class _Layers:
+    """What attends in one forward, for `Attachment.hidden`: one layer after another, each context by itself.
+
+    ranks: [L, A, T] of the new tokens; positions: of the first of each context in its stream, [A].
+    """
+
+    def __init__(self, decoder: FetchingDecoder, states: Sequence[EngineState], ranks: Tensor,
+                 positions: Sequence[int]):
+        self._layout, self._kinds, self._zeros = decoder.layout, decoder.kinds, decoder.zeros
+        self._stores, self._ranks, self._positions = [decoder._store(state) for state in states], ranks, positions
+        self._turns: dict[int, tuple[Tensor, ...] | None] = {}
+        self._written: dict[int, list[tuple[Tensor, Tensor]]] = {}  # V and turned K of the new units, by layer
+        tier = decoder.layout.config.exact
+        self._fetches = tier is not None and tier.units > 0
+        self._weights: list[tuple[TieredStore, int, Tensor]] = []
+
+    def __call__(self, call: LayerCall) -> Attended:
+        layer, tables, device = call.layer, self._layout.tables, call.q.device
+        contexts, heads, rows = call.q.shape[:3]
+        ranks, kind = self._ranks[layer], self._kinds[layer]
+        if kind not in self._turns:
+            self._turns[kind] = tables.turns(layer, ranks.flatten().to(device))
+        both = torch.cat([call.q, call.k], dim=1).transpose(1, 2).reshape(contexts * rows, -1, 1, call.q.shape[-1])
+        both = tables.rotate_each(layer, both, self._turns[kind]).view(contexts, rows, *both.shape[1:2], -1)
+        both = both.transpose(1, 2)
+        written = self._written.setdefault(layer, []) if call.keeps else self._written[layer]
+        out = []
+        for context, (store, (rank, *_)) in enumerate(zip(self._stores, ranks.tolist(), strict=True)):
+            here = slice(context, context + 1)
+            if call.keeps:
+                turned, values = both[here, heads:], call.v[here]
+                written.append((values, turned))
+                found = store.step(layer, rank, call.k[here], values, turned, tables.rotate)
+            else:
+                found = store.step_again(layer, rank, *written[context], tables.rotate)
+            out.append(self._attend(call, both[here, :heads], found, store, context, rank))
+        return torch.cat(out) if len(out) > 1 else out[0]
+
+    def _attend(self, call: LayerCall, q: Tensor, found: tuple[Tensor, Tensor], store: TieredStore, context: int,
+                rank: int) -> Tensor:
+        """Output [1, H*G, T, D] of one context, whose queries after RoPE are q [1, H*G, T, D]."""
+        unit, (keys, values), out, rows = self._layout.shape.units[call.layer], found, [], q.shape[2]
+        for row in range(rows):
+            length, position = rank + row + 1, self._positions[context] + row
+            window = unit.reach(position) if unit.blocks else unit.sliding
+            query, sinks = q[:, :, row:row + 1], call.sink_logits
+            if sinks is not None and sinks.dim() == 3:
+                sinks = sinks[context, :, row]
+            out.append(decode_attention(query, keys, values, self._zeros[q.device],
+                                        torch.tensor([length], device=q.device), call.scale, window=window,
+                                        softcap=call.softcap, sink_logits=sinks))
+            if row == rows - 1 and call.keeps and self._fetches:
+                first = max(0, length - window) if window else 0
+                weights = reduced_attention(
+                    query[0], keys[0, :, first:length], call.scale, torch.tensor([length - 1 - first], device=q.device),
+                    softcap=call.softcap, sink_logits=sinks)
+                self._weights.append((store, call.layer, F.pad(weights, (first, 0))))
+        return torch.cat(out, dim=2) if rows > 1 else out[0]
+
+    def choose(self) -> None:
+        """Fetch what the last token attended to most, behind the forward: a layer may read the units of an earlier one,
+        and find those hot that were so for that one."""
+        for store, layer, weights in self._weights:
+            store.choose(layer, weights, self._layout.tables.rotate_at)

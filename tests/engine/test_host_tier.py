@@ -1,0 +1,335 @@
+"""Codes on the device, exact units in the host's memory: the laws, and what a reply is a function of."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from locret_stream.cache import TieredStore
+from locret_stream.config import StreamConfig
+from locret_stream.engine import Engine, EngineState, NextToken
+from locret_stream.errors import ConfigError, SnapshotCorrupt
+from locret_stream.host_tier import HostTier, host_tier
+from locret_stream.kernels import quantise_units
+from tests.engine.test_laws import CHUNK, SHARES, SINKS, STABILIZERS, UNITS, operation, play
+from tests.kit import assert_same, build, examples, failing_in_layer, feed, ids_of, model
+
+FEW = HostTier(units=4, residual=3)
+EXPERTS = ("gpt-oss", "deepseek-v3", "mimo", "llama4")
+KINDS = ["llama", "gemma3", "gpt-oss", "deepseek-v3", "mimo", "gemma4-e2b", "llama4"]
+
+
+def engine_of(exact: HostTier | None = FEW, bits: int | tuple[int, int] = 2, policy: str = "locret", on: str = "llama",
+              **more: Any) -> Engine:
+    shares = SHARES if on == "llama" else "uniform"
+    policy = policy if on == "llama" or policy != "locret" else "keydiff"
+    return build(policy, on=model(on), exact=exact, **{
+        "units": UNITS, "chunk_size": CHUNK, "sinks": SINKS, "stabilizers": STABILIZERS, "allocation": shares,
+        "store_bits": bits} | more)
+
+
+def reply(engine: Engine, states: Sequence[EngineState], count: int) -> list[list[Tensor]]:
+    """Logits of `count` greedy tokens of each context, decoded together."""
+    seen: list[list[Tensor]] = [[] for _ in states]
+
+    def chosen_by(kept: list[Tensor]) -> Any:
+        def choose(logits: Tensor) -> int:
+            kept.append(logits.clone())
+            return int(logits.argmax())
+        return choose
+
+    for _ in range(count):
+        for answer in engine.decode([NextToken(state, chosen_by(kept)) for state, kept in
+                                     zip(states, seen, strict=True)]):
+            assert isinstance(answer, int), answer
+        for state in states:
+            while engine.ready(state):
+                engine.commit(state)
+    return seen
+
+
+def replied(engine: Engine, prompt: int, count: int, slot: int = 0) -> tuple[EngineState, list[Tensor]]:
+    state = engine.open(slot)
+    feed(engine, state, ids_of(prompt))
+    return state, reply(engine, [state], count)[0]
+
+
+@pytest.mark.parametrize("exact", [FEW, HostTier(units=40, residual=0), HostTier(units=2, residual=9, prefill="codes"),
+                                   HostTier(units=3, residual=2, speculate=False)])
+@pytest.mark.thorough(but=2)
+def test_committed_state_is_a_function_of_the_tokens(exact: HostTier):
+    """Laws 1, 2, 4, 7, 9 and 10 over random operations, as for exact units."""
+    engine = engine_of(exact)
+
+    @settings(max_examples=examples(12))
+    @given(st.lists(operation, min_size=6, max_size=12))
+    def law(operations: list[tuple]) -> None:
+        play(engine, operations)
+
+    law()
+
+
+@pytest.mark.parametrize("on", KINDS)
+@pytest.mark.parametrize("bits", [2, 1])
+@pytest.mark.thorough(but=4)
+def test_what_is_committed_is_what_exact_units_commit(on: str, bits: int):
+    """Bit for bit, with exact units before each chunk; over prompts, replies and commits inside them."""
+    engine, plain = engine_of(on=on, bits=bits), engine_of(None, 16, on=on)
+    states = [each.open(0) for each in (engine, plain)]
+    for count in (3 * CHUNK + 5, 2 * CHUNK, CHUNK + 3):
+        for each, state in zip((engine, plain), states, strict=True):
+            feed(each, state, ids_of(count, seed=count))
+        tokens = [int(logits.argmax()) for logits in reply(engine, states[:1], 4)[0]]
+        feed(plain, states[1], tokens)
+        whole, expected = (each.export(state) for each, state in zip((engine, plain), states, strict=True))
+        assert_same({name: tensor for name, tensor in whole.items() if not name.endswith("key_mean")}, expected)
+
+
+@pytest.mark.parametrize("on", KINDS)
+def test_without_fetched_units_it_is_a_memory_of_codes(on: str):
+    """k = 0, and codes before each chunk: the same bits as with codes alone."""
+    engine = engine_of(HostTier(units=0, residual=0, prefill="codes"), 4, on=on)
+    _, found = replied(engine, 5 * CHUNK + 3, 2 * CHUNK)
+    _, expected = replied(engine_of(None, 4, on=on), 5 * CHUNK + 3, 2 * CHUNK)
+    assert all(map(torch.equal, found, expected)) and engine.pool.fetched == 0
+
+
+@pytest.mark.parametrize("on", KINDS)
+@pytest.mark.parametrize("speculate", [False, True])
+@pytest.mark.parametrize("decode_copy", [False, True])
+@pytest.mark.thorough(but=8)
+def test_with_all_units_fetched_it_is_a_memory_of_exact_units(on: str, speculate: bool, decode_copy: bool):
+    """k of all units: the same bits as with exact units; two tokens in a forward are summed in another order."""
+    engine = engine_of(HostTier(units=UNITS * 2, residual=0, speculate=speculate), on=on, decode_copy=decode_copy)
+    _, found = replied(engine, 5 * CHUNK + 3, 2 * CHUNK)
+    _, expected = replied(engine_of(None, 16, on=on), 5 * CHUNK + 3, 2 * CHUNK)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-5 if speculate else 0)
+
+
+def test_fewer_fetched_units_are_further_from_exact_ones():
+    _, expected = replied(engine_of(None, 16), 5 * CHUNK + 3, 12)
+    far = []
+    for units in (0, 4, 10, 40):
+        engine = engine_of(HostTier(units=units, residual=0), 1)
+        state = engine.open(0)
+        feed(engine, state, ids_of(5 * CHUNK + 3))
+        gaps = []
+        for logits in expected[:CHUNK - 4]:
+            chosen = int(logits.argmax())
+            seen: list[Tensor] = []
+            engine.decode([NextToken(state, lambda logits, seen=seen, chosen=chosen: (seen.append(logits), chosen)[1])])
+            gaps.append(float((seen[0] - logits).square().mean()))
+        far.append(sum(gaps[1:]))
+    assert far == sorted(far, reverse=True) and far[0] > 3 * far[2] and far[3] < 1e-9
+
+
+@pytest.mark.parametrize("on", KINDS)
+def test_the_newest_token_never_depends_on_the_guess(on: str, monkeypatch):
+    """Of the same step, with any token for it: its unit and its logits are the same bits; in a mixture of experts,
+    where an expert multiplies all tokens at once that choose it, they are the same up to the order of sums."""
+    def one(guess: int | None) -> tuple[Tensor, dict[int, Tensor]]:
+        engine = engine_of(on=on)
+        state, _ = replied(engine, 5 * CHUNK + 2, 3)
+        if guess is not None:
+            assert state.guess is not None
+            state.guess = guess
+        logits = engine.logits(state).clone()
+        store, rows = state.store, {}
+        for layer in range(len(engine.budgets)):
+            store._write_late(layer)
+            row = engine.pool.tails[layer] + len(state.pending) - 1
+            rows[layer] = engine.pool.layers[layer].exact_keys[0, :, row].clone()
+        return logits, rows
+
+    found, close = [one(guess) for guess in (None, 3, 77)], 1e-5 if on in EXPERTS else 0
+    for logits, rows in found[1:]:
+        torch.testing.assert_close(logits, found[0][0], rtol=0, atol=close)
+        for layer, row in rows.items():
+            torch.testing.assert_close(row, found[0][1][layer], rtol=0, atol=close)
+
+
+def test_the_guess_chooses_what_is_fetched():
+    engine = engine_of(HostTier(units=3, residual=0))
+    chosen = []
+    for guess in (3, 77):
+        state, _ = replied(engine, 5 * CHUNK + 2, 3)
+        state.guess = guess
+        engine.logits(state)
+        chosen.append([set(engine.pool.layers[layer].hot.ranks[0].flatten().tolist()) for layer in range(3)])
+    assert chosen[0] != chosen[1]
+
+
+@pytest.mark.parametrize("exact", [FEW, HostTier(units=4, residual=3, speculate=False),
+                                   HostTier(units=4, residual=0, prefill="codes")])
+@pytest.mark.parametrize("decode_copy", [False, True])
+def test_a_reply_is_a_function_of_the_committed_state_and_the_tokens(exact: HostTier, decode_copy: bool):
+    """Whatever happens meanwhile: a neighbour that answers, a fork, the slot given away, a step that fails."""
+    def told(between: str) -> list[Tensor]:
+        engine = engine_of(exact, decode_copy=decode_copy)
+        state, found = replied(engine, 5 * CHUNK + 1, 3)
+        if between == "neighbour":
+            replied(engine, 4 * CHUNK + 3, 5, slot=1)
+        elif between == "fork":
+            state = engine.fork(state, 2)
+        elif between == "swap":
+            tensors = engine.export(state)
+            engine.swap_out(state)
+            replied(engine, 4 * CHUNK + 3, 2, slot=0)
+            engine.swap_in(state, tensors, 3)
+        elif between == "failure":
+            with failing_in_layer(engine, 1), pytest.raises(RuntimeError):
+                engine.logits(state)
+        elif between == "ahead":
+            engine.run_ahead()
+        elif between == "taken back":
+            [taken] = engine.decode([NextToken(state, lambda logits: 5)])
+            assert taken == 5
+            engine.truncate(state, len(state.pending) - 1)
+        return [*found, *reply(engine, [state], CHUNK + 4)[0]]
+
+    expected = told("")
+    for between in ("neighbour", "fork", "swap", "failure", "ahead", "taken back"):
+        found = told(between)
+        assert all(map(torch.equal, found, expected)), between
+
+
+def test_contexts_that_decode_together_answer_as_alone():
+    engine = engine_of()
+    alone = [replied(engine, prompt, 14)[1] for prompt in (5 * CHUNK + 1, 3 * CHUNK + 6, 2)]
+    states = [engine.open(slot) for slot in range(3)]
+    for state, prompt in zip(states, (5 * CHUNK + 1, 3 * CHUNK + 6, 2), strict=True):
+        feed(engine, state, ids_of(prompt))
+    for found, expected in zip(reply(engine, states, 14), alone, strict=True):
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("exact", [FEW, HostTier(units=4, residual=0, prefill="codes")])
+def test_a_prompt_is_read_alike_behind_a_reply_and_behind_its_text(exact: HostTier):
+    """Nothing that was fetched for a reply is left in the units that the next prompt attends to."""
+    engine = engine_of(exact)
+    state, _ = replied(engine, 4 * CHUNK + 1, 4)
+    tokens = state.pending[1:]
+    feed(engine, state, [7, 8])
+    behind = engine.logits(state).clone()
+    other = engine.open(1)
+    feed(engine, other, [*ids_of(4 * CHUNK + 1), *tokens, 7, 8])
+    torch.testing.assert_close(engine.logits(other), behind, rtol=0, atol=1e-5)
+
+
+def test_a_saved_context_answers_as_the_one_that_was_saved():
+    """Exact units are what is saved; codes are made of them again, the same ones; nothing hot is in it."""
+    engine = engine_of()
+    state, _ = replied(engine, 5 * CHUNK + 2, 3)
+    tensors = engine.export(state)
+    assert tensors["0.keys"].dtype == torch.float32 and not [name for name in tensors if "first" in name]
+    assert tensors["pending"].tolist() == state.pending
+    again = engine.load(tensors, 1)
+    assert_same(engine.export(again), tensors)
+    for layer, count in enumerate(state.store.counts):
+        buffers = engine.pool.layers[layer]
+        for rows in (buffers.keys, buffers.values):
+            assert torch.equal(rows[0, :, :count], rows[1, :, :count])
+        exact = state.store.rows(layer, count)[1]
+        assert torch.equal(buffers.values[0, :, :count], quantise_units(exact, 2))
+    for each in (state, again):
+        feed(engine, each, [9])
+    for one, other in zip(*(reply(engine, [each], 12)[0] for each in (state, again)), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-5)
+    del tensors["1.key_mean"]
+    with pytest.raises(SnapshotCorrupt, match="key_mean"):
+        engine.load(tensors, 2)
+
+
+def test_a_guess_is_in_no_snapshot():
+    """Nor in what is committed behind it: the tokens that were never chosen leave nothing."""
+    engine = engine_of()
+    state, _ = replied(engine, 5 * CHUNK + 2, 3)
+    assert state.guess is not None
+    other = engine.open(1)
+    feed(engine, other, [*ids_of(5 * CHUNK), *state.pending])
+    assert_same(engine.export(state), engine.export(other))
+    for each in (state, other):
+        feed(engine, each, ids_of(CHUNK, seed=4))
+    assert_same(engine.export(state), engine.export(other))
+
+
+@pytest.mark.parametrize("exact", [FEW, HostTier(units=64, residual=64), HostTier(units=0, residual=0)])
+@pytest.mark.parametrize("on", KINDS)
+@pytest.mark.thorough(but=8)
+def test_bytes_are_those_of_the_formula(exact: HostTier, on: str):
+    engine = engine_of(exact, 4, on=on)
+    assert engine.pool.bytes_resident == engine.pool.formula_bytes()
+    assert engine.pool.host_bytes == engine.pool.formula_host_bytes() > 0
+
+
+def test_what_is_fetched_is_counted():
+    """No more than k of each head, of layers that have so many, and only what is not on the device already."""
+    engine = engine_of(HostTier(units=4, residual=0))
+    state = engine.open(0)
+    feed(engine, state, ids_of(6 * CHUNK))
+    heads = engine.shape.units[0].kv_heads
+    before, ranks, missed = 0, None, []
+    for _ in range(6):
+        reply(engine, [state], 1)
+        engine.logits(state)
+        now = [set(head.tolist()) for layer in engine.pool.layers for head in layer.hot.ranks[0]]
+        if ranks is not None:
+            missed.append(engine.pool.fetched - before)
+            assert missed[-1] == sum(len(one - other) for one, other in zip(now, ranks, strict=True))
+        before, ranks = engine.pool.fetched, now
+    assert 0 < sum(missed) < len(missed) * 4 * heads * 3
+
+
+def test_places_are_a_permutation_and_rows_are_what_was_written(monkeypatch):
+    """Of each head, over commits that keep other units in each; and what is not kept is written nowhere."""
+    engine = engine_of()
+    state, written = engine.open(0), []
+    take = TieredStore._take
+
+    def watched(store: TieredStore, layer: int, ranks: Tensor, count: int, keys: Tensor, values: Tensor) -> None:
+        host = engine.pool.layers[layer].host
+        before = host.values[0].clone()
+        take(store, layer, ranks, count, keys, values)
+        written.append((int((host.values[0] != before).any(-1).sum()), int((ranks >= count).sum())))
+
+    monkeypatch.setattr(TieredStore, "_take", watched)
+    ids = ids_of(6 * CHUNK, distinct=True)
+    for start in range(0, len(ids), CHUNK):
+        feed(engine, state, ids[start:start + CHUNK])
+        for layer, units in enumerate(engine.budgets):
+            places = engine.pool.layers[layer].host.places[0]
+            assert (places.sort(dim=1).values == torch.arange(units)).all()
+    assert all(rows == new for rows, new in written) and len({new for _, new in written}) > 1
+
+
+@pytest.mark.parametrize("settings", [{"units": -1}, {"residual": 1.5}, {"speculate": 1}, {"prefill": "fast"}])
+def test_settings_that_mean_nothing_are_refused(settings: dict[str, Any]):
+    with pytest.raises(ConfigError, match=f"exact: {next(iter(settings))} is .* expected"):
+        HostTier(**settings)
+
+
+def test_what_a_user_may_give():
+    assert host_tier(None) is host_tier("none") is None and host_tier("host") == HostTier()
+    assert host_tier(FEW) is FEW
+    with pytest.raises(ConfigError, match="exact is 'disk'; expected None, 'host'"):
+        host_tier("disk")
+    with pytest.raises(ConfigError, match=r"store_bits is 16.*expected store_bits of"):
+        engine_of(FEW, 16)
+    assert StreamConfig(budget=engine_of().config.budget, store_bits=(4, 4), exact=FEW).exact == FEW
+
+
+def test_a_model_with_a_recurrent_state_has_no_guess():
+    with pytest.raises(ConfigError, match=r"recurrent state.*expected HostTier\(speculate=False\)"):
+        engine_of(FEW, on="lfm2", policy="keydiff")
+    engine = engine_of(HostTier(units=40, residual=0, speculate=False), on="lfm2", policy="keydiff")
+    _, found = replied(engine, 5 * CHUNK + 3, 2 * CHUNK)
+    _, expected = replied(engine_of(None, 16, on="lfm2", policy="keydiff"), 5 * CHUNK + 3, 2 * CHUNK)
+    assert all(map(torch.equal, found, expected))
