@@ -1,0 +1,166 @@
+"""What exact units in the host's memory buy (SpeCache): facts that are answered from the same device bytes.
+
+SmolLM2 with its heads, or any model: `--facts` facts in sentences among the lines of a text of `--tokens` tokens, each
+asked about in a copy of the memory; the reply has to contain the value. In the bytes that `--exact` exact units per KV
+head take on a GPU (without rotated keys beside them): as many units in 8, 4 and 2 bits as fit, alone, and in 4, 2 and 1
+bits with exact units in the host's memory, whose residual and fetched units are counted. Scores and positions are
+counted for all, the room for a chunk for none.
+
+    python benchmarks/host_tier.py --streams 2 --keep host_tier
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import sys
+import time
+from typing import Any
+
+import torch
+from record import record
+
+from locret_stream import HostTier
+from locret_stream.config import Budget, ModelShape, StreamConfig, check_store_bits, unit_bytes
+from locret_stream.engine import Engine, NextToken
+from locret_stream.evaluation import chat, metrics
+from locret_stream.evaluation.haystack import stdlib_lines
+from locret_stream.evaluation.words import COLOURS, NOUNS
+from locret_stream.heads import RetainingHeads
+from locret_stream.models import attach
+from locret_stream.named_models import model_path, named_model
+from locret_stream.policies import make_policy
+from locret_stream.runtime.loading import load_model, load_tokenizer
+
+SINKS, STABILIZERS, TOGETHER = 4, 32, 8
+WAYS: dict[str, tuple[int, HostTier | None]] = {
+    "exact": (16, None), "8 bits": (8, None), "4 bits": (4, None), "2 bits": (2, None),
+    **{f"{bits} bit{'s' * (bits > 1)} + host": (bits, HostTier()) for bits in (4, 2, 1)},
+    **{f"{bits} bit{'s' * (bits > 1)} + host, k = {units}": (bits, HostTier(units=units))
+       for bits in (2, 1) for units in (0, 16, 128)},
+    **{f"{bits} bit{'s' * (bits > 1)} + host, not speculative": (bits, HostTier(speculate=False)) for bits in (2, 1)},
+    **{f"{bits} bit{'s' * (bits > 1)} + host, codes read": (bits, HostTier(prefill="codes")) for bits in (4, 2, 1)},
+}
+
+
+def fitting(bits: int, tier: HostTier | None, exact: int, shape: ModelShape) -> int:
+    """Units that take what `exact` exact ones do, in bf16."""
+    unit = shape.one_unit("equal bytes")
+    room = exact * unit_bytes(unit, 2, key_copies=1).kept
+    of = unit_bytes(unit, 2, key_copies=1, store_bits=check_store_bits(bits), own_means=False, tier=tier)
+    return (room - of.of(0, 0, SINKS) - (tier.units * of.hot if tier else 0)) // of.kept
+
+
+def facts(rng: random.Random, count: int) -> list[chat.Told]:
+    """Numbers of things, five digits each."""
+    made = []
+    for thing in rng.sample([f"{colour} {noun}" for colour in COLOURS for noun in NOUNS], count):
+        value = str(rng.randint(10_000, 99_999))
+        made.append(chat.Told(f"The number of the {thing} is {value}.", f"What is the number of the {thing}?", value))
+    return made
+
+
+@torch.no_grad()
+def measured(options: argparse.Namespace, way: str, model: Any, tokenizer: Any, heads: RetainingHeads | None
+             ) -> dict[str, Any]:
+    """Of each fact the negative log-likelihood of a token of its value, told the tokens before it, and whether every
+    one of them is the likeliest."""
+    bits, tier = WAYS[way]
+    attachment = attach(model)
+    own = None if heads is None else attachment.put_beside(heads, attachment.dtype)
+    policy, means = ("locret", heads.key_means) if heads is not None else ("keydiff", None)
+    units = options.exact if options.same_units else fitting(bits, tier, options.exact, attachment.shape)
+    config = StreamConfig(budget=Budget(units=units, sinks=SINKS, stabilizers=STABILIZERS), chunk_size=options.chunk,
+                          policy=policy, store_bits=(bits, bits), exact=tier)
+    engine = Engine(attachment, config, make_policy(policy, {}, own), slots=1 + TOGETHER, key_means=means,
+                    shares=heads.config.budget_shares if heads is not None else None)
+    rows, began = [], time.perf_counter()
+
+    def ids_of(text: str) -> list[int]:
+        return tokenizer(text, add_special_tokens=False).input_ids
+
+    for seed in range(options.first_seed, options.first_seed + options.streams):
+        rng = random.Random(f"host tier {seed}")
+        told = facts(rng, options.facts)
+        lines = chat.in_text([[one] for one in told], rng, (line + "\n" for line in stdlib_lines(seed)),
+                             options.tokens, lambda text: len(ids_of(text)))
+        state = engine.open(0)
+        for line, _ in lines:
+            engine.accept(state, ids_of(line))
+            while engine.ready(state):
+                engine.commit(state)
+        found: list[tuple[float, bool]] = []
+        for first in range(0, options.asked, TOGETHER):
+            part = told[first:first + TOGETHER]
+            forks = [engine.fork(state, 1 + at) for at in range(len(part))]
+            values = []
+            for fork, one in zip(forks, part, strict=True):
+                before, value = one.line.split(" is ")
+                engine.accept(fork, ids_of(f"\n{before} is"))
+                while engine.ready(fork):
+                    engine.commit(fork)
+                values.append(ids_of(" " + value.rstrip(".")))
+            seen: list[list[tuple[float, bool]]] = [[] for _ in part]
+
+            def force(kept: list[tuple[float, bool]], ids: list[int]) -> Any:
+                def choose(logits: torch.Tensor) -> int:
+                    token = ids[len(kept)]
+                    kept.append((-float(logits.log_softmax(-1)[token]), int(logits.argmax()) == token))
+                    return token
+                return choose
+
+            for step in range(max(map(len, values))):
+                going = [at for at, ids in enumerate(values) if step < len(ids)]
+                for answer in engine.decode([NextToken(forks[at], force(seen[at], values[at])) for at in going]):
+                    if isinstance(answer, BaseException):
+                        raise answer
+                for at in going:
+                    while engine.ready(forks[at]):
+                        engine.commit(forks[at])
+            found += [(statistics.mean(loss for loss, _ in kept), all(right for _, right in kept)) for kept in seen]
+        rows.append(found)
+        print(f"{way}: {units} units, stream {seed}: {statistics.mean(loss for loss, _ in found):.3f}, "
+              f"{statistics.mean(right for _, right in found):.3f} right, {time.perf_counter() - began:.0f} s",
+              file=sys.stderr, flush=True)
+    losses = [loss for row in rows for loss, _ in row]
+    right = [float(whole) for row in rows for _, whole in row]
+    return {"units": units, "nll": round(statistics.mean(losses), 4),
+            "nll_interval": list(metrics.interval([[loss] for loss in losses])),
+            "right": round(statistics.mean(right), 4), "right_interval": list(metrics.interval([[x] for x in right])),
+            "questions": len(right), "fetched": engine.pool.fetched}
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    named = named_model(options.model)
+    path = model_path(options.model)
+    folder = options.heads or (named.heads if named is not None else None)
+    heads = None if folder is None else RetainingHeads.load(folder)
+    model, tokenizer = load_model(path, options.dtype, "cpu"), load_tokenizer(path)
+    return {name: getattr(options, name) for name in ("model", "tokens", "facts", "asked", "streams", "exact")} | {
+        way: measured(options, way, model, tokenizer, heads) for way in options.ways}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--heads")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--tokens", type=int, default=16_384)
+    parser.add_argument("--facts", type=int, default=128, help="told in each stream")
+    parser.add_argument("--asked", type=int, default=128, help="of these")
+    parser.add_argument("--streams", type=int, default=2)
+    parser.add_argument("--first-seed", type=int, default=0)
+    parser.add_argument("--exact", type=int, default=512, help="exact units per KV head whose bytes are filled")
+    parser.add_argument("--same-units", action="store_true", help="as many units in every way, whatever they take")
+    parser.add_argument("--chunk", type=int, default=256)
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS)[:7])
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--keep", metavar="NAME", help="write the result to benchmarks/results/NAME.json")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    record(options.keep or "host_tier", run(options), keep=options.keep is not None)
+
+
+if __name__ == "__main__":
+    main()
