@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -106,7 +107,12 @@ def test_faces_that_set_it():
         LocretChatModel(exact="host")
     with pytest.raises(ValueError, match="exact is 'disk'"):
         LocretChatModel(store_bits=2, exact="disk")
-    assert dict(LocretChatModel(store_bits=2, exact="host")._settings.options)["exact"] == HostTier()
+    given = ("host", HostTier(), None, HostTier(units=8))
+    one, same, none, other = (LocretChatModel(store_bits=2, exact=tier) for tier in given)
+    assert dict(one.shared.settings.options)["exact"] == HostTier() and one.shared is same.shared
+    assert len({id(each.shared) for each in (one, none, other)}) == 3
+    again = pickle.loads(pickle.dumps(other))
+    assert again.exact == HostTier(units=8)
 
 
 def test_cells_have_names_of_their_own():
