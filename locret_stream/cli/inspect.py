@@ -56,8 +56,12 @@ FORMULA_IN_BITS = (
     " + 8 · D_K)\n"
     "        + max H · b_l · max(D · item, 8) + H · (2 · D_K + D_V) · max(b_l + chunk) · item\n"
     "        (the last term, with --decode-copy, for each layer)\n"
-    "rows: of K and of V, D · bits / 8, and for each group of at most 32 channels 4 (at 8 bits: of at most 64, 8); no "
-    "sinks in layers with a sliding window")
+    "{tier}"
+    "rows: of K and of V, D · bits / 8, and for each group of at most 32 channels 4 (at 8 bits: of at most 64, 8; at 1 "
+    "bit: of at most 64, 4); no sinks in layers with a sliding window")
+OF_TIER = (  # in FORMULA_IN_BITS, where exact units are in the host's memory
+    "        + slots · Σ H · (residual · (D_K + D_V) · item + min(k, b_l) · ((D_K + D_V) · item + 8))\n"
+    "        (the newest units, and those that are fetched, exactly)\n")
 
 
 @app.command(help=HELP)
@@ -184,7 +188,8 @@ def show(facts: dict[str, Any]) -> None:
         table.add_row(str(layer), f"{units:,}", kind, f"{units + chunk:,}",
                       in_bytes(size))
     out.print(table)
-    out.print(f"{FORMULA if facts['store_bits'] == [16, 16] else FORMULA_IN_BITS}\n"
+    in_bits = FORMULA_IN_BITS.format(tier=OF_TIER if facts["host_bytes"] else "")
+    out.print(f"{FORMULA if facts['store_bits'] == [16, 16] else in_bits}\n"
               f"      = {facts['formula_bytes']:,} bytes for {facts['slots']} slots; the tensors hold "
               f"{facts['bytes_resident']:,}; one context is {in_bytes(facts['slot_bytes'])}", soft_wrap=True)
     if facts["host_bytes"]:
