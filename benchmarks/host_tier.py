@@ -1,10 +1,10 @@
 """What exact units in the host's memory buy (SpeCache): facts that are answered from the same device bytes.
 
 SmolLM2 with its heads, or any model: `--facts` facts in sentences among the lines of a text of `--tokens` tokens, each
-asked about in a copy of the memory; the reply has to contain the value. In the bytes that `--exact` exact units per KV
-head take on a GPU (without rotated keys beside them): as many units in 8, 4 and 2 bits as fit, alone, and in 4, 2 and 1
-bits with exact units in the host's memory, whose residual and fetched units are counted. Scores and positions are
-counted for all, the room for a chunk for none.
+begun again in a copy of the memory, and its value told token by token: how likely is each. In the bytes that `--exact`
+exact units per KV head take on a GPU in bf16 (without rotated keys beside them; it runs in `--dtype`): as many units in
+8, 4 and 2 bits as fit, alone, and in 4, 2 and 1 bits with exact units in the host's memory, whose residual and fetched
+units are counted. Scores and positions are counted for all, the room for a chunk for none.
 
     python benchmarks/host_tier.py --streams 2 --keep host_tier
 """

@@ -51,7 +51,7 @@ class HostTier(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def host_tier(value: Any) -> HostTier | None:
-    """What a user may give for it: None or "none", "host", or a HostTier.
+    """What a user may give for it: None or "none", "host", a HostTier, or its settings by name, as JSON has them.
 
     Raises:
         ConfigError: none of these.
@@ -60,5 +60,7 @@ def host_tier(value: Any) -> HostTier | None:
         return None if value == "none" else value
     if value == "host":
         return HostTier()
+    if isinstance(value, dict) and set(value) <= set(HostTier.__struct_fields__):
+        return HostTier(**value)
     raise ConfigError(f"exact is {value!r}; expected None, 'host' (exact units in the host's memory, beside codes on "
                       "the device), or HostTier(units=...)")

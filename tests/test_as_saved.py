@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from locret_stream.config import Budget
+from locret_stream.host_tier import HostTier
 from locret_stream.runtime.as_saved import settings_of
 from locret_stream.snapshot import Identity
 
@@ -23,6 +24,15 @@ def test_a_budget_by_layer_and_bits_are_read():
     assert said(dtype="bfloat16, stored in 8 and 4 bits") == {
         "policy": "h2o", "knobs": {}, "chunk_size": 8, "store_bits": (8, 4),
         "budget": Budget(units=25, sinks=2, stabilizers=9, allocation=(20.0, 30.0))}
+
+
+def test_a_host_tier_is_read():
+    """As far as it decides what is committed; a residual that no memory has is left out."""
+    told = "float32, stored in 2 and 2 bits, exact in the host's memory"
+    assert said(dtype=told)["exact"] == HostTier()
+    assert said(dtype=f"{told}, codes are read but of 3")["exact"] == HostTier(prefill="codes", residual=3)
+    assert said(dtype="float32, stored in 2 and 2 bits").get("exact") is None
+    assert said(dtype=f"{told}, codes are read but of {'9' * 9}")["exact"] == HostTier()
 
 
 def test_where_windows_cut_layers_short_all_were_given_as_many_as_the_largest():

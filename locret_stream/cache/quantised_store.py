@@ -186,6 +186,10 @@ class QuantisedStore(UnitStore):
         mean, and those of the first chunk that of the stream."""
         if not self._buffers(layer).given and (focus or self.counts[layer] == self.fronts[layer]):
             self._buffers(layer).means[self.slot, int(focus)] = keys.float().mean(1)
+        return self._coded(layer, keys, values, focus=focus)
+
+    def _coded(self, layer: int, keys: Tensor, values: Tensor, *, focus: bool) -> tuple[Tensor, Tensor]:
+        """`_stored`, by the means that there are."""
         coded = [part.contiguous().view(torch.uint8) if bits == 16 or not part.shape[-1] else
                  quantise_units(part, bits, means[focus])
                  for part, (bits, _, _, means) in zip((keys, values), self._parts(layer), strict=True)]

@@ -19,7 +19,7 @@ from locret_stream.cache.host import HostRows, HotUnits
 from locret_stream.cache.pool import Pool
 from locret_stream.cache.quantised_store import QuantisedStore
 from locret_stream.cache.unit_store import Rotate, UnitStore
-from locret_stream.kernels import quantise_units, slot_units
+from locret_stream.kernels import slot_units
 
 RotateAt = Callable[[int, Tensor, Tensor], Tensor]
 """Applies RoPE: (layer, keys [1, H, T, D], ranks [1, H, T]) -> rotated keys."""
@@ -200,17 +200,12 @@ class TieredStore(QuantisedStore):
             held[self.slot][heads, where] = units[heads.to(units.device), rows.to(units.device)].to(held.device)
 
     def _keep_last(self, layer: int) -> None:
-        """Write the exact units that stay on the device to their rows: the first of the stream, and the last."""
+        """Write the last committed units exactly to the rows that they have on the device."""
         buffers, count, tail = self._buffers(layer), self.counts[layer], self.pool.tails[layer]
-        first = self._firsts(layer)
-        for ranks, row in ((slice(min(first.start, count), min(first.stop, count)), 0),
-                           (slice(count - min(self.pool.residual, count), count),
-                            tail - min(self.pool.residual, count))):
-            if ranks.stop > ranks.start:
-                stop = row + ranks.stop - ranks.start
-                for held, units in zip((buffers.exact_keys, buffers.exact_values), self._exact(layer, ranks),
-                                       strict=True):
-                    held[self.slot, :, row:stop] = units
+        residual = min(self.pool.residual, count)
+        exact = self._exact(layer, slice(count - residual, count))
+        for held, units in zip((buffers.exact_keys, buffers.exact_values), exact, strict=True):
+            held[self.slot, :, tail - residual:tail] = units
 
     def copy_from(self, other: UnitStore, tail: int = 0) -> None:
         """As of `UnitStore`; hot units go with the others, so that a copy answers as its original."""
@@ -262,10 +257,10 @@ class TieredStore(QuantisedStore):
             buffers, keys = self._buffers(layer), units[f"{layer}.keys"]
             if keys.shape[1] and not buffers.given:
                 buffers.means[self.slot, 0] = units[f"{layer}.key_mean"].to(buffers.means.device)
-            for name, part, (bits, _, _, means) in zip(("keys", "values"), (keys, units[f"{layer}.values"]),
-                                                       self._parts(layer), strict=True):
-                codes[f"{layer}.{name}"] = _coded(part.to(buffers.keys.device), bits, means[0])
-                codes[f"{layer}.first_{name}"] = part[:, :0]
+            exact = keys.to(buffers.keys.device), units[f"{layer}.values"].to(buffers.keys.device)
+            coded = self._coded(layer, *exact, focus=False)
+            for name, part, rows in zip(("keys", "values"), exact, coded, strict=True):
+                codes[f"{layer}.{name}"], codes[f"{layer}.first_{name}"] = rows, part[:, :self.pool.firsts[layer]]
         super().load(codes, rotate, fronts)
         for layer in range(len(self.counts)):
             host, front = self._of_host(layer)[0], self.fronts[layer]
@@ -286,9 +281,3 @@ def _free(places: Tensor, kept: Tensor, which: Tensor) -> Tensor:
     used[heads, kept[heads, at]] = 1
     return used.argsort(dim=1, stable=True)
 
-
-def _coded(units: Tensor, bits: int, mean: Tensor | None) -> Tensor:
-    """Rows of codes [H, n, bytes] of K or V."""
-    if bits == 16 or not units.shape[-1]:
-        return units.contiguous().view(torch.uint8)
-    return quantise_units(units, bits, mean)

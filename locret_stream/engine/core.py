@@ -247,7 +247,7 @@ class Engine:
                 state.reply_from = len(state.pending) if state.reply_from is None else state.reply_from
             elif ids and state.reply_from is not None:
                 if self.config.exact is not None:
-                    state.forget_reply()
+                    state.forget_reply(stateful=bool(self.layout.states))
                 state.reply_from = None
             state.pending.extend(ids)
 
@@ -265,7 +265,8 @@ class Engine:
         elif state.provisional >= pending:
             state.provisional = max(0, pending - 1) if dropped else pending
         if dropped and self.config.exact is not None:
-            state.forget_reply()  # what was fetched for the token that would have come next is not what it was
+            # What was fetched for the token that would have come next is not what it was.
+            state.forget_reply(stateful=bool(self.layout.states))
 
     def commit(self, state: EngineState) -> None:
         """Commit one chunk of pending ids: one forward, then every layer keeps its budget. Whole or not at all."""

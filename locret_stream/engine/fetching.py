@@ -52,7 +52,7 @@ class FetchingDecoder(Decoder):
             logits = self._run(states, counts, tier.rows, keep=True)
         except BaseException:
             for state in states:
-                state.forget_reply()
+                state.forget_reply(stateful=bool(self.pool.states.forms))
             raise
         return logits[:, 0]
 

@@ -51,7 +51,10 @@ class Layout:
         tables = attachment.tables(max(budgets) + config.chunk_size)
         policy.expect_declared()
         check_codes(shape, config.store_bits)
-        if config.exact is not None and config.exact.rows > 1 and (attachment.states or shape.biased):
+        if config.exact is not None and shape.biased:
+            raise ConfigError("exact: layers of this model add to logits what depends on ranks, which are read for one "
+                              "context at a time; expected none, and store_bits alone")
+        if config.exact is not None and config.exact.rows > 1 and attachment.states:
             raise ConfigError("exact: this model carries a recurrent state from token to token, which a second token "
                               "in a step would change; expected HostTier(speculate=False)")
         layout = cls(shape, config, policy, budgets, tables,

@@ -83,9 +83,10 @@ class EngineState:
         """Of pending ids: their units lie where others are written now, or behind others that moved."""
         self.provisional, self.tail_logits, self.guess = 0, None, None
 
-    def forget_reply(self) -> None:
-        """Forget the units of those pending ids that are of a reply, which hold what was fetched for them."""
-        self.provisional, self.guess = min(self.provisional, self.reply_from or 0), None
+    def forget_reply(self, *, stateful: bool) -> None:
+        """Forget the units of those pending ids that are of a reply, which hold what was fetched for them; of all
+        pending ids where the model is `stateful`, as a recurrent state cannot be taken back."""
+        self.provisional, self.guess = 0 if stateful else min(self.provisional, self.reply_from or 0), None
 
     @property
     def history(self) -> list[int]:

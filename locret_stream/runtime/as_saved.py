@@ -14,7 +14,7 @@ from locret_stream.snapshot import Identity
 
 _BUDGETS = re.compile(r"(\[[\d, ]+\]), sinks and stabilizers \[([(), \d]+)\]")
 _BITS = re.compile(r"\w+, stored in (\d+) and (\d+) bits"
-                   r"(, exact in the host's memory(?:, codes are read but of (\d{1,9}))?)?")
+                   r"(, exact in the host's memory(?:, codes are read but of (\d{1,5})(?!\d))?)?")
 
 
 def settings_of(identity: Identity) -> dict[str, Any]:

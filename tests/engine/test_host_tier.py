@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from hypothesis import given, settings
@@ -168,11 +169,14 @@ def test_the_guess_chooses_what_is_fetched():
 
 @pytest.mark.parametrize("exact", [FEW, HostTier(units=4, residual=3, speculate=False),
                                    HostTier(units=4, residual=0, prefill="codes")])
-@pytest.mark.parametrize("decode_copy", [False, True])
-def test_a_reply_is_a_function_of_the_committed_state_and_the_tokens(exact: HostTier, decode_copy: bool):
+@pytest.mark.parametrize(("decode_copy", "on"), [(False, "llama"), (True, "llama"), (False, "lfm2")])
+def test_a_reply_is_a_function_of_the_committed_state_and_the_tokens(exact: HostTier, decode_copy: bool, on: str):
     """Whatever happens meanwhile: a neighbour that answers, a fork, the slot given away, a step that fails."""
+    if on != "llama":  # that has a recurrent state
+        exact = msgspec.structs.replace(exact, speculate=False)
+
     def told(between: str) -> list[Tensor]:
-        engine = engine_of(exact, decode_copy=decode_copy)
+        engine = engine_of(exact, on=on, decode_copy=decode_copy)
         state, found = replied(engine, 5 * CHUNK + 1, 3)
         if between == "neighbour":
             replied(engine, 4 * CHUNK + 3, 5, slot=1)
@@ -211,10 +215,12 @@ def test_contexts_that_decode_together_answer_as_alone():
             torch.testing.assert_close(one, other, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("exact", [FEW, HostTier(units=4, residual=0, prefill="codes")])
-def test_a_prompt_is_read_alike_behind_a_reply_and_behind_its_text(exact: HostTier):
-    """Nothing that was fetched for a reply is left in the units that the next prompt attends to."""
-    engine = engine_of(exact)
+@pytest.mark.parametrize(("exact", "on"), [
+    (FEW, "llama"), (HostTier(units=4, residual=0, prefill="codes"), "llama"),
+    (HostTier(units=4, residual=3, speculate=False), "lfm2"), (HostTier(units=4, speculate=False), "falcon-h1")])
+def test_a_prompt_is_read_alike_behind_a_reply_and_behind_its_text(exact: HostTier, on: str):
+    """Nothing that was fetched for a reply is left in the units that the next prompt attends to, nor in a state."""
+    engine = engine_of(exact, on=on)
     state, _ = replied(engine, 4 * CHUNK + 1, 4)
     tokens = state.pending[1:]
     feed(engine, state, [7, 8])
@@ -318,7 +324,9 @@ def test_settings_that_mean_nothing_are_refused(settings: dict[str, Any]):
 
 def test_what_a_user_may_give():
     assert host_tier(None) is host_tier("none") is None and host_tier("host") == HostTier()
-    assert host_tier(FEW) is FEW
+    assert host_tier(FEW) is FEW and host_tier(msgspec.to_builtins(FEW)) == FEW, "as a server on many machines gets it"
+    with pytest.raises(ConfigError, match=r"exact is \{'places': 3\}"):
+        host_tier({"places": 3})
     with pytest.raises(ConfigError, match="exact is 'disk'; expected None, 'host'"):
         host_tier("disk")
     with pytest.raises(ConfigError, match=r"store_bits is 16.*expected store_bits of"):
@@ -329,6 +337,8 @@ def test_what_a_user_may_give():
 def test_a_model_with_a_recurrent_state_has_no_guess():
     with pytest.raises(ConfigError, match=r"recurrent state.*expected HostTier\(speculate=False\)"):
         engine_of(FEW, on="lfm2", policy="keydiff")
+    with pytest.raises(ConfigError, match=r"depends on ranks.*expected none"):
+        engine_of(HostTier(speculate=False), 8, on="inkling", policy="keydiff")
     engine = engine_of(HostTier(units=40, residual=0, speculate=False), on="lfm2", policy="keydiff")
     _, found = replied(engine, 5 * CHUNK + 3, 2 * CHUNK)
     _, expected = replied(engine_of(None, 16, on="lfm2", policy="keydiff"), 5 * CHUNK + 3, 2 * CHUNK)
