@@ -1,17 +1,18 @@
 """The plain models before and after: this tree beside another commit of it: `python benchmarks/against.py 9bc5262`.
 
-The other commit is checked out beside this tree, and processes of the two take turns; each makes the same random models
-(Llama, Qwen3, Gemma 3: six layers, hidden size 512) and the bundled one, in fp32 and bf16, reads the same tokens, and
-answers with
+The other commit is checked out beside this tree. A process of either tree makes the same models (random ones: Llama,
+Qwen3, Gemma 3 of six layers, hidden size 512; the bundled one, and those of `--model FOLDER`, in fp32 and bf16), reads
+the same tokens, and answers with
 
   equal      whether every tensor of the committed state (K, V, scores, positions, the policy's state) is bit-equal
              behind several evictions: then no figure of quality can have changed
   operators  how many operators of torch a committed chunk and a decoded token call, which is what Python costs: it does
              not depend on what else the machine does
-  ratio      of the fastest chunk and of the 20th percentile of tokens, this tree's time over the other's, with the
-             quartiles of the rounds
+  ratio      of a chunk's and of a token's time, this tree over the other. The two processes take turns step by step,
+             so that what else the machine does meets both alike: the median of the pairs' ratios, its 95 % interval,
+             and how many pairs there were
 
-    python benchmarks/against.py 9bc5262 --rounds 5 --keep
+    python benchmarks/against.py 9bc5262 --keep
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import argparse
 import contextlib
 import hashlib
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -46,6 +48,7 @@ KINDS: dict[str, Callable[[], tf.PreTrainedConfig]] = {
                                           layer_types=["sliding_attention", "full_attention"] * 3),
 }
 POLICIES = "locret", "h2o", "snapkv"
+BUNDLED = ROOT / "locret_stream/assets/bundled"
 CHUNK, WARM_UP = 128, 2
 
 
@@ -60,24 +63,22 @@ def digest(engine: Any, state: Any) -> str:
     return whole.hexdigest()
 
 
+def seconds(step: Callable[[], Any]) -> float:
+    began = time.perf_counter()
+    step()
+    return time.perf_counter() - began
+
+
 def operators(step: Callable[[], Any]) -> int:
     with profile(activities=[ProfilerActivity.CPU]) as seen:
         step()
     return sum(event.count for event in seen.key_averages() if event.key.startswith("aten::"))
 
 
-def seconds(step: Callable[[], Any], repeats: int) -> list[float]:
-    spent = []
-    for _ in range(repeats):
-        began = time.perf_counter()
-        step()
-        spent.append(time.perf_counter() - began)
-    return spent[WARM_UP:]
-
-
 @torch.no_grad()
-def one(model: Any, policy: str, heads: Path | None, units: int, repeats: int) -> dict[str, Any]:
-    """Digest, operators, and seconds of chunks and of tokens, of one model under one policy."""
+def prepared(model: Any, policy: str, heads: Path | None, units: int, chunks: int) -> Iterator[Any]:
+    """One model under one policy: operators of a chunk, then seconds of `chunks` chunks, each when it is asked for, the
+    digest, operators of a token, and seconds of tokens without end."""
     from locret_stream.config import Budget, StreamConfig
     from locret_stream.engine import Engine
     from locret_stream.engine.decoding import NextToken
@@ -92,38 +93,42 @@ def one(model: Any, policy: str, heads: Path | None, units: int, repeats: int) -
     config = StreamConfig(budget=Budget(units=units, sinks=4, stabilizers=32), chunk_size=CHUNK, policy=policy)
     engine = Engine(attachment, config, make_policy(policy, {}, retaining), slots=1)
     state, vocab = engine.open(0), min(2000, attachment.shape.vocab)
-    ids = torch.randint(3, vocab, (units + (repeats + 3) * CHUNK,), generator=torch.Generator().manual_seed(1)).tolist()
+    ids = torch.randint(3, vocab, (units + (chunks + 3) * CHUNK,), generator=torch.Generator().manual_seed(1)).tolist()
     engine.accept(state, ids)
     while state.seen < units + 2 * CHUNK:
         engine.commit(state)
-    chunk_operators = operators(lambda: engine.commit(state))
-    chunks = seconds(lambda: engine.commit(state), repeats)
-    equal = digest(engine, state)
+    yield operators(lambda: engine.commit(state))
+    for _ in range(chunks):
+        yield seconds(lambda: engine.commit(state))
+    yield digest(engine, state)
     engine.accept(state, [5])
     engine.logits(state)
 
     def token() -> None:
-        engine.decode([NextToken(state, lambda logits: int(logits.argmax()))])
+        answer, = engine.decode([NextToken(state, lambda logits: int(logits.argmax()))])
+        assert isinstance(answer, int), answer
 
     token()
-    token_operators = operators(token)
-    tokens = seconds(token, CHUNK - 8)
-    return {"digest": equal, "operators": [chunk_operators, token_operators], "chunk_s": min(chunks),
-            "token_s": sorted(tokens)[len(tokens) // 5]}
+    yield operators(token)
+    while True:
+        while engine.ready(state):
+            engine.commit(state)
+        yield seconds(token)
 
 
-def answer(units: int, repeats: int) -> dict[str, Any]:
-    bundled = ROOT / "locret_stream/assets/bundled"
-    found = {}
-    for name, config in KINDS.items():
+def answer(name: str, units: int, chunks: int) -> None:
+    """Answer each line of the standard input with the next thing that `prepared` yields."""
+    kind, policy, dtype = name.split(", ")
+    if kind in KINDS:
         torch.manual_seed(0)
-        found[name] = one(tf.AutoModelForCausalLM.from_config(config()).eval(), "keydiff", None, units, repeats)
-    for dtype in (torch.float32, torch.bfloat16):
-        model = tf.AutoModelForCausalLM.from_pretrained(bundled, dtype=dtype).eval()
-        for policy in POLICIES:
-            name = f"bundled, {policy}, {str(dtype).removeprefix('torch.')}"
-            found[name] = one(model, policy, bundled if policy == "locret" else None, 256, repeats)
-    return found
+        model = tf.AutoModelForCausalLM.from_config(KINDS[kind]())
+    else:
+        kind = str(BUNDLED) if kind == "bundled" else kind
+        model = tf.AutoModelForCausalLM.from_pretrained(kind, dtype=getattr(torch, dtype))
+    heads = BUNDLED if kind == str(BUNDLED) and policy == "locret" else None
+    steps = prepared(model.eval(), policy, heads, units, chunks)
+    for _ in sys.stdin:
+        print(json.dumps(next(steps)), flush=True)
 
 
 # -- the process that starts them --------------------------------------------------------------------------------------
@@ -141,48 +146,79 @@ def checked_out(commit: str) -> Iterator[Path]:
             subprocess.run(["git", "worktree", "remove", "--force", tree], cwd=ROOT, check=True)
 
 
-def asked(tree: Path, options: argparse.Namespace) -> dict[str, Any]:
-    command = [sys.executable, str(Path(__file__).resolve()), options.commit, "--child", "--units", str(options.units),
-               "--repeats", str(options.repeats), "--threads", str(options.threads)]
-    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": str(tree)}, cwd=tree, check=True,
-                          stdout=subprocess.PIPE, text=True)
-    return json.loads(done.stdout)
+@contextlib.contextmanager
+def child(tree: Path, name: str, options: argparse.Namespace) -> Iterator[Callable[[], Any]]:
+    """A process of that tree, which takes one step for each call."""
+    units = options.units if name.split(", ")[0] != "bundled" else 256
+    command = [sys.executable, str(Path(__file__).resolve()), options.commit, "--child", name, "--units", str(units),
+               "--chunks", str(options.chunks), "--threads", str(options.threads)]
+    with subprocess.Popen(command, env=os.environ | {"PYTHONPATH": str(tree)}, cwd=tree, text=True,
+                          stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdin and process.stdout
+
+        def step() -> Any:
+            process.stdin.write("\n")
+            process.stdin.flush()
+            return json.loads(process.stdout.readline())
+
+        try:
+            yield step
+        finally:
+            process.kill()
 
 
-def ratios(now: list[float], before: list[float]) -> list[float]:
-    """Of the two least, and the quartiles of the rounds."""
-    rounds = [one / other for one, other in zip(now, before, strict=True)]
-    quartiles = statistics.quantiles(rounds, n=4) if len(rounds) > 1 else rounds * 3
-    return [round(x, 3) for x in (min(now) / min(before), quartiles[0], quartiles[2])]
+def ratio(now: Callable[[], float], other: Callable[[], float], limit: float, count: float = math.inf) -> list[float]:
+    """Median of the ratios of pairs taken in turn for `limit` seconds, `count` at most, its 95 % interval, and how
+    many pairs there were."""
+    pairs: list[float] = []
+    until = time.monotonic() + limit
+    while len(pairs) < count and (time.monotonic() < until or len(pairs) < 20):
+        first, second = (now, other) if len(pairs) % 2 else (other, now)
+        spent = {first: first(), second: second()}
+        pairs.append(spent[now] / spent[other])
+    pairs = sorted(pairs[WARM_UP:])
+    reach = 0.98 * math.sqrt(len(pairs))  # of the interval of a median, in ranks: binomial
+    low, high = (pairs[min(len(pairs) - 1, max(0, round(len(pairs) / 2 + side * reach)))] for side in (-1, 1))
+    return [*(round(x, 4) for x in (statistics.median(pairs), low, high)), len(pairs)]
+
+
+def compared(name: str, tree: Path, options: argparse.Namespace) -> dict[str, Any]:
+    with child(ROOT, name, options) as now, child(tree, name, options) as other:
+        chunk_operators = [now(), other()]
+        chunk = ratio(now, other, math.inf, options.chunks)
+        equal = now() == other()
+        token_operators = [now(), other()]
+        return {"equal": equal, "operators of a chunk": chunk_operators, "of a token": token_operators,
+                "ratio of a chunk": chunk, "ratio of a token": ratio(now, other, options.seconds)}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("commit", help="the other commit")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--units", type=int, default=1024, help="budget of the random models")
-    parser.add_argument("--repeats", type=int, default=12, help="chunks timed in a round")
+    parser.add_argument("--model", metavar="FOLDER", action="append", default=[],
+                        help="one more model, in fp32 and bf16")
+    parser.add_argument("--only", metavar="TEXT", default="", help="only what has this in its name")
+    parser.add_argument("--units", type=int, default=1024, help="budget (the bundled model: 256)")
+    parser.add_argument("--chunks", type=int, default=32, help="pairs of chunks")
+    parser.add_argument("--seconds", type=float, default=20, help="how long pairs of tokens are taken")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--keep", action="store_true", help="write results/against.json")
-    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--child", metavar="NAME", help=argparse.SUPPRESS)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     if options.child:
-        print(json.dumps(answer(options.units, options.repeats)))
+        answer(options.child, options.units, options.chunks)
         return
-    with checked_out(options.commit) as tree:
-        rounds = []
-        for number in range(options.rounds):
-            print(f"round {number + 1} of {options.rounds}", file=sys.stderr, flush=True)
-            rounds.append((asked(ROOT, options), asked(tree, options)))
+    dtypes = "float32", "bfloat16"
+    names = [f"{kind}, keydiff, float32" for kind in KINDS]
+    names += [f"bundled, {policy}, {dtype}" for dtype in dtypes for policy in POLICIES]
+    names += [f"{Path(folder).resolve()}, keydiff, {dtype}" for folder in options.model for dtype in dtypes]
     found: dict[str, Any] = {}
-    for name in rounds[0][0]:
-        now, before = ([one[side][name] for one in rounds] for side in (0, 1))
-        found[name] = {
-            "equal": all(one["digest"] == other["digest"] for one, other in zip(now, before, strict=True)),
-            "operators of a chunk, a token": [now[0]["operators"], before[0]["operators"]],
-            **{f"ratio of a {what}": ratios(*([one[f"{what}_s"] for one in side] for side in (now, before)))
-               for what in ("chunk", "token")}}
+    with checked_out(options.commit) as tree:
+        for name in (name for name in names if options.only in name):
+            label = name.replace(f"{Path(name).parent}/", "")
+            found[label] = compared(name, tree, options)
+            print(label, json.dumps(found[label]), file=sys.stderr, flush=True)
     record("against", {"other": options.commit, "units": options.units, "threads": options.threads, **found},
            keep=options.keep)
 
