@@ -12,6 +12,7 @@ units are counted. Scores and positions are counted for all, the room for a chun
 from __future__ import annotations
 
 import argparse
+import bisect
 import random
 import statistics
 import sys
@@ -34,22 +35,27 @@ from locret_stream.policies import make_policy
 from locret_stream.runtime.loading import load_model, load_tokenizer
 
 SINKS, STABILIZERS, TOGETHER = 4, 32, 8
-WAYS: dict[str, tuple[int, HostTier | None]] = {
+WAYS: dict[str, tuple[int | tuple[int, int], HostTier | None]] = {
     "exact": (16, None), "8 bits": (8, None), "4 bits": (4, None), "2 bits": (2, None),
     **{f"{bits} bit{'s' * (bits > 1)} + host": (bits, HostTier()) for bits in (4, 2, 1)},
     **{f"{bits} bit{'s' * (bits > 1)} + host, k = {units}": (bits, HostTier(units=units))
        for bits in (2, 1) for units in (0, 16, 128)},
-    **{f"{bits} bit{'s' * (bits > 1)} + host, not speculative": (bits, HostTier(speculate=False)) for bits in (2, 1)},
+    **{f"{bits} bit{'s' * (bits > 1)} + host, by {by}": (bits, HostTier(chosen_by=by))
+       for bits in (4, 2, 1) for by in ("guess", "last")},
+    **{f"{bits} bit{'s' * (bits > 1)} + host, residual {units}": (bits, HostTier(residual=units))
+       for bits in (2, 1) for units in (0, 16)},
+    "K 4, V 2 bits": ((4, 2), None), "K 4, V 1 bits": ((4, 1), None),
+    "K 2, V 1 bits + host": ((2, 1), HostTier()),
     **{f"{bits} bit{'s' * (bits > 1)} + host, codes read": (bits, HostTier(prefill="codes")) for bits in (4, 2, 1)},
 }
 
 
-def fitting(bits: int, tier: HostTier | None, exact: int, shape: ModelShape) -> int:
+def fitting(bits: int | tuple[int, int], tier: HostTier | None, exact: int, shape: ModelShape) -> int:
     """Units that take what `exact` exact ones do, in bf16."""
     unit = shape.one_unit("equal bytes")
     room = exact * unit_bytes(unit, 2, key_copies=1).kept
     of = unit_bytes(unit, 2, key_copies=1, store_bits=check_store_bits(bits), own_means=False, tier=tier)
-    return (room - of.of(0, 0, SINKS) - (tier.units * of.hot if tier else 0)) // of.kept
+    return bisect.bisect_right(range(shape.window), room, key=lambda units: of.of(units, 0, SINKS)) - 1
 
 
 def facts(rng: random.Random, count: int) -> list[chat.Told]:
@@ -72,7 +78,7 @@ def measured(options: argparse.Namespace, way: str, model: Any, tokenizer: Any, 
     policy, means = ("locret", heads.key_means) if heads is not None else ("keydiff", None)
     units = options.exact if options.same_units else fitting(bits, tier, options.exact, attachment.shape)
     config = StreamConfig(budget=Budget(units=units, sinks=SINKS, stabilizers=STABILIZERS), chunk_size=options.chunk,
-                          policy=policy, store_bits=(bits, bits), exact=tier)
+                          policy=policy, store_bits=check_store_bits(bits), exact=tier)
     engine = Engine(attachment, config, make_policy(policy, {}, own), slots=1 + TOGETHER, key_means=means,
                     shares=heads.config.budget_shares if heads is not None else None)
     rows, began = [], time.perf_counter()

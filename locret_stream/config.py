@@ -430,7 +430,8 @@ def check_codes(shape: ModelShape, store_bits: tuple[int, int]) -> None:
 class UnitBytes(NamedTuple):
     """Bytes in all KV heads of one layer: of a kept unit, of a unit of the chunk, of each of the first units that are
     kept exactly beside their codes, and of the means that keys are stored without; of each unit that is exact for the
-    next token, where there are `most_hot` of these, and of the last units that are exact, all of them."""
+    next token, where there are at most `most_hot` of these. At most `residual` of the last units are exact, too, which
+    take what the first ones do."""
 
     kept: int
     new: int
@@ -443,7 +444,7 @@ class UnitBytes(NamedTuple):
     def of(self, kept: int, new: int, first: int) -> int:
         """Of so many units in each head."""
         return (kept * self.kept + new * self.new + first * self.first + self.mean
-                + min(kept, self.most_hot) * self.hot + self.residual)
+                + min(kept, self.most_hot) * self.hot + min(kept, self.residual) * self.first)
 
 
 def unit_bytes(unit: UnitShape, item_bytes: int, planes: int = 1, *, key_copies: int = 2,
@@ -465,7 +466,7 @@ def unit_bytes(unit: UnitShape, item_bytes: int, planes: int = 1, *, key_copies:
                for dim, bits in zip(unit.dims, store_bits, strict=True))
     exact, mean = heads * (key + value), 8 * heads * unit.key_dim if own_means else 0
     hot, most_hot, residual = (0, 0, 0) if tier is None else (
-        heads * ((unit.key_dim + unit.value_dim) * item_bytes + 8), tier.units, tier.residual * exact)
+        heads * ((unit.key_dim + unit.value_dim) * item_bytes + 8), tier.hot, tier.residual)
     return UnitBytes(heads * (rows + beside), heads * (key + value + beside), exact, mean, hot, most_hot, residual)
 
 

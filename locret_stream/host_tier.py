@@ -9,19 +9,22 @@ import msgspec
 from locret_stream.errors import ConfigError
 
 READS = ("exact", "codes")
+CHOICES = ("query", "guess", "last")
 
 
 class HostTier(msgspec.Struct, frozen=True, kw_only=True):
-    """How exact units in the host's memory serve a memory whose units are codes (SpeCache, arXiv:2503.16163).
+    """How exact units in the host's memory serve a memory whose units are codes.
 
     A token that is decoded attends to codes, and in each layer and KV head to a few exact units in place of their
-    codes: those that the guess at it, made one step before, attended to most. These are fetched from the host.
+    codes, which are fetched from the host.
 
     Args:
-        units: exact units of each layer and KV head on the device that are fetched for a token, k. 0 fetches none.
+        units: exact units of each layer and KV head that are fetched for a token, k. 0 fetches none.
         residual: of the last committed units, how many stay exactly on the device.
-        speculate: whether a step decodes a second token, the guess at the next one, which chooses the units that are
-            fetched for it. If not, the token before chooses them. Models with a recurrent state have no second token.
+        chosen_by: what attends to the fetched units most, by their codes: the "query" of the token itself, in the same
+            layer, which finds them best, and waits for them; a "guess" at the token, made and decoded one step before,
+            so that they could be fetched meanwhile (SpeCache, arXiv:2503.16163); or the "last" token, which SpeCache
+            compares its guess with. Models with a recurrent state have no guess.
         prefill: what chunks and prompts attend to: "exact" units from the host, as in the paper, so that what is
             committed is what a memory of exact units commits; or "codes", which fetches nothing.
 
@@ -31,7 +34,7 @@ class HostTier(msgspec.Struct, frozen=True, kw_only=True):
 
     units: int = 64
     residual: int = 64
-    speculate: bool = True
+    chosen_by: str = "query"
     prefill: str = "exact"
 
     def __post_init__(self) -> None:
@@ -39,15 +42,19 @@ class HostTier(msgspec.Struct, frozen=True, kw_only=True):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 0:
                 raise ConfigError(f"exact: {name} is {value!r}; expected a whole number of units, at least 0")
-        if not isinstance(self.speculate, bool):
-            raise ConfigError(f"exact: speculate is {self.speculate!r}; expected True or False")
-        if self.prefill not in READS:
-            raise ConfigError(f"exact: prefill is {self.prefill!r}; expected 'exact' or 'codes'")
+        for name, values in (("chosen_by", CHOICES), ("prefill", READS)):
+            if (value := getattr(self, name)) not in values:
+                raise ConfigError(f"exact: {name} is {value!r}; expected {' or '.join(map(repr, values))}")
 
     @property
     def rows(self) -> int:
         """Tokens that a step decodes for each context."""
-        return 2 if self.speculate and self.units else 1
+        return 2 if self.chosen_by == "guess" and self.units else 1
+
+    @property
+    def hot(self) -> int:
+        """Exact units of each layer and KV head that wait on the device for the next token."""
+        return 0 if self.chosen_by == "query" else self.units
 
 
 def host_tier(value: Any) -> HostTier | None:

@@ -10,21 +10,22 @@ and slots * 2 * state where layers carry a recurrent state (see `cache.states`).
 
 Where committed units are codes (see `cache.quantised_store`):
 
-    bytes = slots * sum over layers of H * (b_l * kept + (chunk + first_l + residual) * new + (b_l + chunk) * beside
+    bytes = slots * sum over layers of H * (b_l * kept + (chunk + first_l + residual_l) * new + (b_l + chunk) * beside
                                             + mean + hot) + scratch
     kept = row(K) + row(V)                             (see `budgets.row_bytes`; D * item at 16 bits)
     new = (D_K + D_V) * item, beside = 4 * planes + 8  (first_l: the first units of layer l, which are kept exactly too:
                                                         its sinks, none where it has a sliding window)
     mean = 8 * D_K                                     (0 where means of keys come with the heads: one [H, D] fp32 a
                                                         layer for all slots)
-    residual = hot = 0                                 (see below)
+    residual_l = hot = 0                               (see below)
     scratch = max_l(H * b_l * max(D * item, 8)) + dense
     dense = (2 * D_K + D_V) * H * max_l(b_l + chunk) * item  (of each layer its own with `decode_copy`, else one for all
                                                         layers of one H and D)
 
-Where exact units are in the host's memory (see `cache.host`), of which k are on the device for the next token:
+Where exact units are in the host's memory (see `cache.host`), of which k wait on the device for the next token:
 
-    residual = that of `HostTier`, hot = min(k, b_l) * (new + 8)
+    residual_l = min(that of `HostTier`, b_l)
+    hot = min(k, b_l) * (new + 8)                      (0 by the query: nothing waits)
     bytes of the host = slots * sum over layers of H * b_l * (new + 8)
 """
 
@@ -59,7 +60,7 @@ class Pool:
         tier: how exact units in the host's memory serve units that are codes; None: there are none.
 
     Attributes:
-        residual: how many of the last committed units of each layer are exact on the device.
+        residuals: of each layer, how many of the last committed units are exact on the device at most, [L].
         tails: of each layer, how many exact units have rows before those behind the committed ones, [L].
         fetched: units that decoding has copied from the host to the device.
     """
@@ -75,8 +76,9 @@ class Pool:
         self.states = StateBuffers(states, slots)
         self.planes, self.rope = planes, (False,) * len(budgets) if self.quantised else rope
         self.firsts = tuple(firsts) or (0,) * len(budgets)
-        self.tier, self.residual, self.fetched = tier, tier.residual if tier else 0, 0
-        self.tails = tuple(first + self.residual for first in self.firsts)
+        self.tier, self.fetched = tier, 0
+        self.residuals = tuple(min(units, tier.residual if tier else 0) for units in budgets)
+        self.tails = tuple(map(sum, zip(self.firsts, self.residuals, strict=True)))
         devices = [device] * len(budgets) if isinstance(device, torch.device) else device
         self._devices_of_layers, self.devices = tuple(devices), tuple(dict.fromkeys(devices))
         means = [None] * len(budgets) if key_means is None or not self.quantised else list(key_means)
@@ -87,8 +89,7 @@ class Pool:
         self.decode_copy = decode_copy and self.quantised
         shared: dict[object, Dense] = {}
         self.layers: list[LayerBuffers] = []
-        for layer, (unit, units, first, device) in enumerate(zip(shape.units, budgets, self.firsts, devices,
-                                                                 strict=True)):
+        for layer, (unit, units, device) in enumerate(zip(shape.units, budgets, devices, strict=True)):
             heads, room = unit.kv_heads, units + chunk_size
             scores = torch.zeros(slots, planes, heads, room, dtype=torch.float32, device=device)
             positions = torch.zeros(slots, heads, room, dtype=torch.int64, device=device)
@@ -97,10 +98,10 @@ class Pool:
                 if form not in shared:
                     shared[form] = Dense.empty(unit, room if decode_copy else max(budgets) + chunk_size, dtype, device)
                 self.layers.append(QuantisedBuffers.empty(
-                    slots, unit, units, first + self.residual + chunk_size, store_bits, scores=scores,
+                    slots, unit, units, self.tails[layer] + chunk_size, store_bits, scores=scores,
                     positions=positions, scratch=scratches[device], dense=shared[form], means=means[layer],
                     host=HostRows.empty(slots, unit, units, dtype, device) if tier else None,
-                    hot=HotUnits.empty(slots, unit, min(units, tier.units), dtype, device) if tier else None))
+                    hot=HotUnits.empty(slots, unit, min(units, tier.hot), dtype, device) if tier else None))
                 continue
             keys = torch.zeros(slots, heads, room, unit.dims[0], dtype=dtype, device=device)
             rotated = torch.zeros_like(keys) if self.rope[layer] else keys

@@ -139,7 +139,7 @@ class QuantisedStore(UnitStore):
         if right < committed:
             dense.shown = dense.cold = None
             (self._read_exact if exact else self._read_codes)(layer, part, out[:, :committed])
-            right = committed if exact else max(0, min(committed, self.counts[layer] - self.pool.residual))
+            right = committed if exact else max(0, min(committed, self.counts[layer] - self.pool.residuals[layer]))
         if right < count:
             self._write_late(layer)
             behind = self.pool.tails[layer] - self.counts[layer]  # the row of rank 0, if all ranks had rows there

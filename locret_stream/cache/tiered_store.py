@@ -1,10 +1,11 @@
-"""Codes on the device, and the same units exactly in the host's memory (SpeCache, arXiv:2503.16163). Knows no policy.
+"""Codes on the device, and the same units exactly in the host's memory. Knows no policy.
 
 Rank r of a layer is row r of its codes, and in the host's memory the row that the table of places has for it: a commit
 moves codes and the table, and writes the units that are new, but no others. The last committed units are exact on the
-device too (`Pool.residual`), as are the first ones of the stream. A step of decoding reads codes; in their place stand,
-in each KV head, the *hot* units, which were fetched from the host for it. They are no part of what is committed:
-whatever changes that drops them.
+device too (`Pool.residuals`), as are the first ones of the stream. A step of decoding reads codes, and fetches exact
+units from the host, which are no part of what is committed: for the query that reads them (`fetch`), or one step before
+(`choose`). Then they are *hot*, and stand in place of their codes in each KV head; whatever changes what is committed
+drops them.
 """
 
 from __future__ import annotations
@@ -93,30 +94,44 @@ class TieredStore(QuantisedStore):
             for part, units in ((1, values), (2, turned)):
                 slot_units(dense.parts[part], 0, rank + 1, stop).copy_(units[:, :, 1:])
 
-    def choose(self, layer: int, weights: Tensor, rotate_at: RotateAt) -> None:
-        """Fetch from the host what the next token shall find exact: in each head the units with the greatest weights
-        [H, n], of those whose codes are all that the device has."""
-        last = self.counts[layer] - min(self.pool.residual, self.counts[layer])
-        first = self._firsts(layer)
-        start, stop = min(first.start, last), min(first.stop, last)
-        host, hot = self._of_host(layer)
-        most = min(hot.ranks.shape[-1], last - (stop - start))
-        before, self._hot[layer] = self._hot[layer][0], (max(0, most), object())
+    def fetch(self, layer: int, weights: Tensor, first: int, most: int, rotate_at: RotateAt
+              ) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Of each head the units with the greatest weights, `most` of them if there are so many, of those whose codes
+        are all that the device has: their ranks [H, k], K at its rank and V, [H, k, D]. None: there is no such unit.
+
+        Args:
+            weights: [H, n] of the units from rank `first` on.
+        """
+        last = max(first, self.counts[layer] - min(self.pool.residuals[layer], self.counts[layer]))
+        exact = self._firsts(layer)
+        start, stop = (min(max(rank, first), last) for rank in (exact.start, exact.stop))
+        most = min(most, last - first - (stop - start))
         if most < 1:
-            return
-        if start:
-            weights = weights[:, :last].clone()
-            weights[:, start:stop] = -1.0
-            ranks = weights.topk(most, sorted=False).indices
+            return None
+        if start > first:
+            weights = weights[:, :last - first].clone()
+            weights[:, start - first:stop - first] = -1.0
+            ranks = weights.topk(most, sorted=False).indices + first
         else:
-            ranks = weights[:, stop:last].topk(most, sorted=False).indices + stop
-        held = hot.ranks[self.slot, :, :before]
-        self.pool.fetched += ranks.numel() - int((ranks[:, :, None] == held[:, None]).sum())
-        keys, values = self._exact(layer, ranks.to(host.places.device))
-        here = slice(self.slot, self.slot + 1), slice(None), slice(most)
-        hot.keys[here] = rotate_at(layer, keys[None].to(hot.keys.device), ranks[None])
-        hot.values[here] = values[None, ..., :hot.values.shape[-1]]
-        hot.ranks[here] = ranks
+            ranks = weights[:, stop - first:last - first].topk(most, sorted=False).indices + stop
+        buffers = self._buffers(layer)
+        keys, values = self._exact(layer, ranks.to(self._of_host(layer)[0].places.device))
+        turned = rotate_at(layer, keys[None].to(buffers.exact_keys.device), ranks[None])[0]
+        self.pool.fetched += ranks.numel()
+        return ranks, turned, values.to(turned.device) if buffers.exact_values.shape[-1] else turned
+
+    def choose(self, layer: int, weights: Tensor, rotate_at: RotateAt) -> None:
+        """Fetch from the host what the next token shall find exact, by weights [H, n] of the units."""
+        hot = self._of_host(layer)[1]
+        before = self._hot[layer][0]
+        found = self.fetch(layer, weights, 0, hot.ranks.shape[-1], rotate_at)
+        self._hot[layer] = 0 if found is None else found[0].shape[1], object()
+        if found is not None:
+            ranks, keys, values = found
+            held = hot.ranks[self.slot, :, :before]
+            self.pool.fetched -= int((ranks[:, :, None] == held[:, None]).sum())
+            for rows, units in ((hot.keys, keys), (hot.values, values[..., :hot.values.shape[-1]]), (hot.ranks, ranks)):
+                rows[self.slot, :, :ranks.shape[1]] = units
 
     def cool(self, layers: Sequence[int] | None = None) -> None:
         """Drop the hot units of these layers, of all by default."""
@@ -202,7 +217,7 @@ class TieredStore(QuantisedStore):
     def _keep_last(self, layer: int) -> None:
         """Write the last committed units exactly to the rows that they have on the device."""
         buffers, count, tail = self._buffers(layer), self.counts[layer], self.pool.tails[layer]
-        residual = min(self.pool.residual, count)
+        residual = min(self.pool.residuals[layer], count)
         exact = self._exact(layer, slice(count - residual, count))
         for held, units in zip((buffers.exact_keys, buffers.exact_values), exact, strict=True):
             held[self.slot, :, tail - residual:tail] = units

@@ -1,13 +1,17 @@
-"""Decoding over codes with exact units fetched from the host's memory (SpeCache, arXiv:2503.16163). Knows no sampling.
+"""Decoding over codes with exact units fetched from the host's memory. Knows no sampling.
 
-A step runs two tokens of each context: the newest one, and a guess at the one after it, which was the likeliest behind
-the guess of the step before. Both attend to codes, with the *hot* units exact in their place; what the guess attends to
-most is fetched, and is hot in the next step. Only the newest token's unit is kept. The first token of a reply is run
-once alone, which finds the first guess and the first hot units, and is then run again with them.
+By the query (`HostTier.chosen_by`) each layer of a step attends to codes, fetches the units to which it attends most,
+and attends again with those exact in place of their codes.
 
-Hot units depend on the tokens that were decoded before. So that a reply is a function of the committed state, the
-prompt and its own tokens, those are always decoded one by one from where it began (`EngineState.reply_from`), whatever
-forgets their units meanwhile; and the next prompt reads them again, all together.
+By a guess (SpeCache, arXiv:2503.16163) a step runs two tokens of each context: the newest one, and a guess at the one
+after it, which was the likeliest behind the guess of the step before. Both attend to codes, with the *hot* units exact
+in their place; what the guess attends to most is fetched, and is hot in the next step. Only the newest token's unit is
+kept. The first token of a reply is run once alone, which finds the first guess and the first hot units, and is then run
+again with them. By the last token it is the same with one token.
+
+The tokens of a reply attend to codes, those of a prompt to exact units. So that a reply is a function of the committed
+state, the prompt and its own tokens, these are always decoded one by one from where it began
+(`EngineState.reply_from`), whatever forgets their units meanwhile; and the next prompt reads them again, all together.
 """
 
 from __future__ import annotations
@@ -22,6 +26,7 @@ from locret_stream.cache import TieredStore
 from locret_stream.engine.decoding import Decoder
 from locret_stream.engine.state import EngineState
 from locret_stream.kernels import decode_attention, reduced_attention
+from locret_stream.kernels.reference import log_sum
 from locret_stream.models import Attended, LayerCall
 
 
@@ -45,7 +50,7 @@ class FetchingDecoder(Decoder):
         assert tier is not None, "a pool with exact units in the host's memory"
         try:
             fresh = [(state, count) for state, count in zip(states, counts, strict=True) if state.guess is None]
-            if fresh and tier.units:
+            if fresh and tier.hot:
                 for state, _ in fresh:
                     self._store(state).cool()
                 self._run([state for state, _ in fresh], [count for _, count in fresh], 1, keep=False)
@@ -78,7 +83,7 @@ class FetchingDecoder(Decoder):
                                  torch.tensor([state.store.slot for state in states]), layers, keep=keep)
         layers.choose()
         tier = self.layout.config.exact
-        if tier is not None and tier.units:
+        if tier is not None and tier.hot:
             for state, guess in zip(states, logits[:, -1].argmax(-1).tolist(), strict=True):
                 state.guess = guess
         return logits
@@ -97,7 +102,8 @@ class _Layers:
         self._turns: dict[int, tuple[Tensor, ...] | None] = {}
         self._written: dict[int, list[tuple[Tensor, Tensor]]] = {}  # V and turned K of the new units, by layer
         tier = decoder.layout.config.exact
-        self._fetches = tier is not None and tier.units > 0
+        assert tier is not None, "a pool with exact units in the host's memory"
+        self._tier = tier
         self._weights: list[tuple[TieredStore, int, Tensor]] = []
 
     def __call__(self, call: LayerCall) -> Attended:
@@ -126,22 +132,57 @@ class _Layers:
                 rank: int) -> Tensor:
         """Output [1, H*G, T, D] of one context, whose queries after RoPE are q [1, H*G, T, D]."""
         unit, (keys, values), out, rows = self._layout.shape.units[call.layer], found, [], q.shape[2]
+        by_query = self._tier.units > self._tier.hot
         for row in range(rows):
             length, position = rank + row + 1, self._positions[context] + row
             window = unit.reach(position) if unit.blocks else unit.sliding
             query, sinks = q[:, :, row:row + 1], call.sink_logits
             if sinks is not None and sinks.dim() == 3:
                 sinks = sinks[context, :, row]
+            first = max(0, length - window) if window else 0
+            if by_query:
+                out.append(self._by_query(call, query, keys[0, :, first:length], values[0, :, first:length], store,
+                                          first, sinks))
+                continue
             out.append(decode_attention(query, keys, values, self._zeros[q.device],
                                         torch.tensor([length], device=q.device), call.scale, window=window,
                                         softcap=call.softcap, sink_logits=sinks))
-            if row == rows - 1 and call.keeps and self._fetches:
-                first = max(0, length - window) if window else 0
+            if row == rows - 1 and call.keeps and self._tier.hot:
                 weights = reduced_attention(
                     query[0], keys[0, :, first:length], call.scale, torch.tensor([length - 1 - first], device=q.device),
                     softcap=call.softcap, sink_logits=sinks)
                 self._weights.append((store, call.layer, F.pad(weights, (first, 0))))
         return torch.cat(out, dim=2) if rows > 1 else out[0]
+
+    def _by_query(self, call: LayerCall, q: Tensor, keys: Tensor, values: Tensor, store: TieredStore, first: int,
+                  sinks: Tensor | None) -> Tensor:
+        """Output [1, H*G, 1, D] of one query, which attends to codes, and to those most that are exact then.
+
+        Args:
+            q: [1, H*G, 1, D]; keys, values: [H, n, D] of the units from rank `first` on.
+        """
+        grouped = q.view(len(keys), -1, q.shape[-1])
+
+        def logits_of(units: Tensor) -> Tensor:
+            logits = (grouped @ units.mT).float() * call.scale
+            return logits if call.softcap is None else call.softcap * torch.tanh(logits / call.softcap)
+
+        def weights_of(logits: Tensor) -> Tensor:
+            if sinks is None:
+                return logits.softmax(-1)
+            return (logits - log_sum(logits[:, :, None], sinks)).exp()
+
+        logits = logits_of(keys)
+        fetched = store.fetch(call.layer, weights_of(logits).sum(1), first, self._tier.units,
+                              self._layout.tables.rotate_at)
+        if fetched is None:
+            return (weights_of(logits).to(values.dtype) @ values).view(1, -1, 1, values.shape[-1])
+        ranks, exact_keys, exact_values = fetched
+        at = (ranks - first)[:, None].expand(-1, grouped.shape[1], -1)
+        weights = weights_of(logits.scatter_(-1, at, logits_of(exact_keys)))
+        exact = weights.gather(-1, at).to(values.dtype) @ exact_values
+        out = torch.baddbmm(exact, weights.scatter_(-1, at, 0.0).to(values.dtype), values)
+        return out.view(1, -1, 1, values.shape[-1])
 
     def choose(self) -> None:
         """Fetch what the last token attended to most, behind the forward: a layer may read the units of an earlier one,

@@ -56,7 +56,7 @@ class Layout:
                               "context at a time; expected none, and store_bits alone")
         if config.exact is not None and config.exact.rows > 1 and attachment.states:
             raise ConfigError("exact: this model carries a recurrent state from token to token, which a second token "
-                              "in a step would change; expected HostTier(speculate=False)")
+                              "in a step would change; expected HostTier() without a guess")
         layout = cls(shape, config, policy, budgets, tables,
                      tuple(uses_triton(torch.empty(0, device=place.device)) for place in attachment.places),
                      tuple(pair is not None and attachment.rotates_on_load(layer) and not config.quantised

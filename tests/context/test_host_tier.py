@@ -18,8 +18,8 @@ from locret_stream.runtime.as_saved import settings_of
 from tests.context.support import TEXT, expect_same, replies, settled, snap, tiny
 
 TOLD = TEXT * 6
-TIERS = [HostTier(units=4, residual=3), HostTier(units=4, residual=2, prefill="codes"),
-         HostTier(units=3, residual=0, speculate=False)]
+TIERS = [HostTier(units=4, residual=3), HostTier(units=4, residual=2, prefill="codes", chosen_by="guess"),
+         HostTier(units=3, residual=0, chosen_by="last")]
 
 
 @pytest.mark.parametrize("tier", TIERS)

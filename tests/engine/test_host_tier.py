@@ -22,6 +22,7 @@ from tests.engine.test_laws import CHUNK, SHARES, SINKS, STABILIZERS, UNITS, ope
 from tests.kit import assert_same, build, examples, failing_in_layer, feed, ids_of, model
 
 FEW = HostTier(units=4, residual=3)
+GUESS = HostTier(units=4, residual=3, chosen_by="guess")
 EXPERTS = ("gpt-oss", "deepseek-v3", "mimo", "llama4")
 KINDS = ["llama", "gemma3", "gpt-oss", "deepseek-v3", "mimo", "gemma4-e2b", "llama4"]
 
@@ -61,8 +62,9 @@ def replied(engine: Engine, prompt: int, count: int, slot: int = 0) -> tuple[Eng
     return state, reply(engine, [state], count)[0]
 
 
-@pytest.mark.parametrize("exact", [FEW, HostTier(units=40, residual=0), HostTier(units=2, residual=9, prefill="codes"),
-                                   HostTier(units=3, residual=2, speculate=False)])
+@pytest.mark.parametrize("exact", [GUESS, FEW, HostTier(units=40, residual=0),
+                                   HostTier(units=2, residual=9, prefill="codes", chosen_by="guess"),
+                                   HostTier(units=3, residual=2, chosen_by="last")])
 @pytest.mark.thorough(but=2)
 def test_committed_state_is_a_function_of_the_tokens(exact: HostTier):
     """Laws 1, 2, 4, 7, 9 and 10 over random operations, as for exact units."""
@@ -78,10 +80,11 @@ def test_committed_state_is_a_function_of_the_tokens(exact: HostTier):
 
 @pytest.mark.parametrize("on", KINDS)
 @pytest.mark.parametrize("bits", [2, 1])
-@pytest.mark.thorough(but=4)
-def test_what_is_committed_is_what_exact_units_commit(on: str, bits: int):
+@pytest.mark.parametrize("exact", [GUESS, FEW])
+@pytest.mark.thorough(but=6)
+def test_what_is_committed_is_what_exact_units_commit(on: str, bits: int, exact: HostTier):
     """Bit for bit, with exact units before each chunk; over prompts, replies and commits inside them."""
-    engine, plain = engine_of(on=on, bits=bits), engine_of(None, 16, on=on)
+    engine, plain = engine_of(exact, bits, on=on), engine_of(None, 16, on=on)
     states = [each.open(0) for each in (engine, plain)]
     for count in (3 * CHUNK + 5, 2 * CHUNK, CHUNK + 3):
         for each, state in zip((engine, plain), states, strict=True):
@@ -102,33 +105,74 @@ def test_without_fetched_units_it_is_a_memory_of_codes(on: str):
 
 
 @pytest.mark.parametrize("on", KINDS)
-@pytest.mark.parametrize("speculate", [False, True])
+@pytest.mark.parametrize("chosen_by", ["last", "guess", "query"])
 @pytest.mark.parametrize("decode_copy", [False, True])
 @pytest.mark.thorough(but=8)
-def test_with_all_units_fetched_it_is_a_memory_of_exact_units(on: str, speculate: bool, decode_copy: bool):
-    """k of all units: the same bits as with exact units; two tokens in a forward are summed in another order."""
-    engine = engine_of(HostTier(units=UNITS * 2, residual=0, speculate=speculate), on=on, decode_copy=decode_copy)
+def test_with_all_units_fetched_it_is_a_memory_of_exact_units(on: str, chosen_by: str, decode_copy: bool):
+    """k of all units: the same bits as with exact units; two tokens in a forward, and fetched units apart from the
+    others, are summed in another order."""
+    engine = engine_of(HostTier(units=UNITS * 2, residual=0, chosen_by=chosen_by), on=on, decode_copy=decode_copy)
     _, found = replied(engine, 5 * CHUNK + 3, 2 * CHUNK)
     _, expected = replied(engine_of(None, 16, on=on), 5 * CHUNK + 3, 2 * CHUNK)
     for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=1e-5 if speculate else 0)
+        torch.testing.assert_close(one, other, rtol=0, atol=0 if chosen_by == "last" else 1e-5)
 
 
-def test_fewer_fetched_units_are_further_from_exact_ones():
+def gaps(tiers: Sequence[HostTier]) -> list[float]:
+    """How far from those of exact units logits are in 1 bit, with each tier, over the tokens of one reply."""
     _, expected = replied(engine_of(None, 16), 5 * CHUNK + 3, 12)
     far = []
-    for units in (0, 4, 10, 40):
-        engine = engine_of(HostTier(units=units, residual=0), 1)
+    for exact in tiers:
+        engine = engine_of(exact, 1)
         state = engine.open(0)
         feed(engine, state, ids_of(5 * CHUNK + 3))
-        gaps = []
+        apart = []
         for logits in expected[:CHUNK - 4]:
             chosen = int(logits.argmax())
             seen: list[Tensor] = []
             engine.decode([NextToken(state, lambda logits, seen=seen, chosen=chosen: (seen.append(logits), chosen)[1])])
-            gaps.append(float((seen[0] - logits).square().mean()))
-        far.append(sum(gaps[1:]))
+            apart.append(float((seen[0] - logits).square().mean()))
+        far.append(sum(apart[1:]))
+    return far
+
+
+@pytest.mark.parametrize("chosen_by", ["guess", "query"])
+def test_fewer_fetched_units_are_further_from_exact_ones(chosen_by: str):
+    far = gaps([HostTier(units=units, residual=0, chosen_by=chosen_by) for units in (0, 4, 10, 40)])
     assert far == sorted(far, reverse=True) and far[0] > 3 * far[2] and far[3] < 1e-9
+
+
+def test_the_query_finds_what_it_attends_to_best():
+    query, guess, last = gaps([HostTier(units=6, residual=0, chosen_by=by) for by in ("query", "guess", "last")])
+    assert query < min(guess, last)
+
+
+@pytest.mark.parametrize("on", KINDS)
+def test_what_a_query_fetches_is_what_it_attends_to_most(on: str, monkeypatch):
+    """Of the units within its window whose codes are all that there is; K and V are the host's, K at its rank."""
+    engine, seen = engine_of(FEW, 1, on=on), []
+    fetch = TieredStore.fetch
+
+    def watched(store: TieredStore, layer: int, weights: Tensor, first: int, most: int, rotate_at: Any) -> Any:
+        found = fetch(store, layer, weights.clone(), first, most, rotate_at)
+        if found is not None:
+            seen.append((store, layer, weights.clone(), first, [part.clone() for part in found]))
+        return found
+
+    monkeypatch.setattr(TieredStore, "fetch", watched)
+    replied(engine, 5 * CHUNK + 2, 3)
+    assert seen
+    for store, layer, weights, first, (ranks, keys, values) in seen:
+        count, exact = store.counts[layer], engine.pool.firsts[layer]
+        coded = range(max(first, exact), count - FEW.residual)
+        best = [sorted(coded, key=lambda rank, row=row: -float(row[rank - first]))[:FEW.units] for row in weights]
+        assert [sorted(row) for row in ranks.tolist()] == [sorted(row) for row in best]
+        of_host = store.rows(layer, count)
+        at = torch.arange(count).expand(1, len(ranks), -1)
+        turned = engine.layout.tables.rotate_at(layer, of_host[0][None], at)[0]
+        held = of_host[1] if of_host[1].shape[-1] else turned
+        for rows, found in ((turned, keys), (held, values)):
+            torch.testing.assert_close(rows.gather(1, ranks[..., None].expand_as(found)), found)
 
 
 @pytest.mark.parametrize("on", KINDS)
@@ -136,7 +180,7 @@ def test_the_newest_token_never_depends_on_the_guess(on: str, monkeypatch):
     """Of the same step, with any token for it: its unit and its logits are the same bits; in a mixture of experts,
     where an expert multiplies all tokens at once that choose it, they are the same up to the order of sums."""
     def one(guess: int | None) -> tuple[Tensor, dict[int, Tensor]]:
-        engine = engine_of(on=on)
+        engine = engine_of(GUESS, on=on)
         state, _ = replied(engine, 5 * CHUNK + 2, 3)
         if guess is not None:
             assert state.guess is not None
@@ -157,7 +201,7 @@ def test_the_newest_token_never_depends_on_the_guess(on: str, monkeypatch):
 
 
 def test_the_guess_chooses_what_is_fetched():
-    engine = engine_of(HostTier(units=3, residual=0))
+    engine = engine_of(HostTier(units=3, residual=0, chosen_by="guess"))
     chosen = []
     for guess in (3, 77):
         state, _ = replied(engine, 5 * CHUNK + 2, 3)
@@ -167,13 +211,13 @@ def test_the_guess_chooses_what_is_fetched():
     assert chosen[0] != chosen[1]
 
 
-@pytest.mark.parametrize("exact", [FEW, HostTier(units=4, residual=3, speculate=False),
-                                   HostTier(units=4, residual=0, prefill="codes")])
+@pytest.mark.parametrize("exact", [FEW, GUESS, HostTier(units=4, residual=3, chosen_by="last"),
+                                   HostTier(units=4, residual=0, prefill="codes", chosen_by="guess")])
 @pytest.mark.parametrize(("decode_copy", "on"), [(False, "llama"), (True, "llama"), (False, "lfm2")])
 def test_a_reply_is_a_function_of_the_committed_state_and_the_tokens(exact: HostTier, decode_copy: bool, on: str):
     """Whatever happens meanwhile: a neighbour that answers, a fork, the slot given away, a step that fails."""
-    if on != "llama":  # that has a recurrent state
-        exact = msgspec.structs.replace(exact, speculate=False)
+    if on != "llama" and exact.chosen_by == "guess":  # that has a recurrent state
+        exact = msgspec.structs.replace(exact, chosen_by="last")
 
     def told(between: str) -> list[Tensor]:
         engine = engine_of(exact, on=on, decode_copy=decode_copy)
@@ -204,8 +248,9 @@ def test_a_reply_is_a_function_of_the_committed_state_and_the_tokens(exact: Host
         assert all(map(torch.equal, found, expected)), between
 
 
-def test_contexts_that_decode_together_answer_as_alone():
-    engine = engine_of()
+@pytest.mark.parametrize("exact", [FEW, GUESS])
+def test_contexts_that_decode_together_answer_as_alone(exact: HostTier):
+    engine = engine_of(exact)
     alone = [replied(engine, prompt, 14)[1] for prompt in (5 * CHUNK + 1, 3 * CHUNK + 6, 2)]
     states = [engine.open(slot) for slot in range(3)]
     for state, prompt in zip(states, (5 * CHUNK + 1, 3 * CHUNK + 6, 2), strict=True):
@@ -216,8 +261,9 @@ def test_contexts_that_decode_together_answer_as_alone():
 
 
 @pytest.mark.parametrize(("exact", "on"), [
-    (FEW, "llama"), (HostTier(units=4, residual=0, prefill="codes"), "llama"),
-    (HostTier(units=4, residual=3, speculate=False), "lfm2"), (HostTier(units=4, speculate=False), "falcon-h1")])
+    (FEW, "llama"), (GUESS, "llama"), (HostTier(units=4, residual=0, prefill="codes", chosen_by="guess"), "llama"),
+    (FEW, "lfm2"),
+    (HostTier(units=4, residual=3, chosen_by="last"), "lfm2"), (HostTier(units=4, chosen_by="last"), "falcon-h1")])
 def test_a_prompt_is_read_alike_behind_a_reply_and_behind_its_text(exact: HostTier, on: str):
     """Nothing that was fetched for a reply is left in the units that the next prompt attends to, nor in a state."""
     engine = engine_of(exact, on=on)
@@ -230,9 +276,10 @@ def test_a_prompt_is_read_alike_behind_a_reply_and_behind_its_text(exact: HostTi
     torch.testing.assert_close(engine.logits(other), behind, rtol=0, atol=1e-5)
 
 
-def test_a_saved_context_answers_as_the_one_that_was_saved():
+@pytest.mark.parametrize("exact", [FEW, GUESS])
+def test_a_saved_context_answers_as_the_one_that_was_saved(exact: HostTier):
     """Exact units are what is saved; codes are made of them again, the same ones; nothing hot is in it."""
-    engine = engine_of()
+    engine = engine_of(exact)
     state, _ = replied(engine, 5 * CHUNK + 2, 3)
     tensors = engine.export(state)
     assert tensors["0.keys"].dtype == torch.float32 and not [name for name in tensors if "first" in name]
@@ -243,8 +290,8 @@ def test_a_saved_context_answers_as_the_one_that_was_saved():
         buffers = engine.pool.layers[layer]
         for rows in (buffers.keys, buffers.values):
             assert torch.equal(rows[0, :, :count], rows[1, :, :count])
-        exact = state.store.rows(layer, count)[1]
-        assert torch.equal(buffers.values[0, :, :count], quantise_units(exact, 2))
+        values = state.store.rows(layer, count)[1]
+        assert torch.equal(buffers.values[0, :, :count], quantise_units(values, 2))
     for each in (state, again):
         feed(engine, each, [9])
     for one, other in zip(*(reply(engine, [each], 12)[0] for each in (state, again)), strict=True):
@@ -256,7 +303,7 @@ def test_a_saved_context_answers_as_the_one_that_was_saved():
 
 def test_a_guess_is_in_no_snapshot():
     """Nor in what is committed behind it: the tokens that were never chosen leave nothing."""
-    engine = engine_of()
+    engine = engine_of(GUESS)
     state, _ = replied(engine, 5 * CHUNK + 2, 3)
     assert state.guess is not None
     other = engine.open(1)
@@ -267,7 +314,8 @@ def test_a_guess_is_in_no_snapshot():
     assert_same(engine.export(state), engine.export(other))
 
 
-@pytest.mark.parametrize("exact", [FEW, HostTier(units=64, residual=64), HostTier(units=0, residual=0)])
+@pytest.mark.parametrize("exact", [FEW, GUESS, HostTier(units=64, residual=64, chosen_by="last"),
+                                   HostTier(units=0, residual=0)])
 @pytest.mark.parametrize("on", KINDS)
 @pytest.mark.thorough(but=8)
 def test_bytes_are_those_of_the_formula(exact: HostTier, on: str):
@@ -277,8 +325,8 @@ def test_bytes_are_those_of_the_formula(exact: HostTier, on: str):
 
 
 def test_what_is_fetched_is_counted():
-    """No more than k of each head, of layers that have so many, and only what is not on the device already."""
-    engine = engine_of(HostTier(units=4, residual=0))
+    """By a guess no more than k of each head, and only what is not on the device already."""
+    engine = engine_of(HostTier(units=4, residual=0, chosen_by="guess"))
     state = engine.open(0)
     feed(engine, state, ids_of(6 * CHUNK))
     heads = engine.shape.units[0].kv_heads
@@ -292,6 +340,15 @@ def test_what_is_fetched_is_counted():
             assert missed[-1] == sum(len(one - other) for one, other in zip(now, ranks, strict=True))
         before, ranks = engine.pool.fetched, now
     assert 0 < sum(missed) < len(missed) * 4 * heads * 3
+
+
+def test_a_query_fetches_so_many_of_each_head():
+    engine = engine_of(HostTier(units=4, residual=0))
+    state, _ = replied(engine, 6 * CHUNK, 1)
+    engine.logits(state)
+    before = engine.pool.fetched
+    reply(engine, [state], 3)  # of which the first token's logits are there
+    assert engine.pool.fetched - before == 2 * 4 * sum(unit.kv_heads for unit in engine.shape.units)
 
 
 def test_places_are_a_permutation_and_rows_are_what_was_written(monkeypatch):
@@ -316,7 +373,7 @@ def test_places_are_a_permutation_and_rows_are_what_was_written(monkeypatch):
     assert all(rows == new for rows, new in written) and len({new for _, new in written}) > 1
 
 
-@pytest.mark.parametrize("settings", [{"units": -1}, {"residual": 1.5}, {"speculate": 1}, {"prefill": "fast"}])
+@pytest.mark.parametrize("settings", [{"units": -1}, {"residual": 1.5}, {"chosen_by": "me"}, {"prefill": "fast"}])
 def test_settings_that_mean_nothing_are_refused(settings: dict[str, Any]):
     with pytest.raises(ConfigError, match=f"exact: {next(iter(settings))} is .* expected"):
         HostTier(**settings)
@@ -335,11 +392,11 @@ def test_what_a_user_may_give():
 
 
 def test_a_model_with_a_recurrent_state_has_no_guess():
-    with pytest.raises(ConfigError, match=r"recurrent state.*expected HostTier\(speculate=False\)"):
-        engine_of(FEW, on="lfm2", policy="keydiff")
+    with pytest.raises(ConfigError, match=r"recurrent state.*expected HostTier\(\) without a guess"):
+        engine_of(GUESS, on="lfm2", policy="keydiff")
     with pytest.raises(ConfigError, match=r"depends on ranks.*expected none"):
-        engine_of(HostTier(speculate=False), 8, on="inkling", policy="keydiff")
-    engine = engine_of(HostTier(units=40, residual=0, speculate=False), on="lfm2", policy="keydiff")
+        engine_of(HostTier(chosen_by="last"), 8, on="inkling", policy="keydiff")
+    engine = engine_of(HostTier(units=40, residual=0, chosen_by="last"), on="lfm2", policy="keydiff")
     _, found = replied(engine, 5 * CHUNK + 3, 2 * CHUNK)
     _, expected = replied(engine_of(None, 16, on="lfm2", policy="keydiff"), 5 * CHUNK + 3, 2 * CHUNK)
     assert all(map(torch.equal, found, expected))
