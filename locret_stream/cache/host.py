@@ -1,8 +1,8 @@
-"""What a layer of codes has beside them where exact units are in the host's memory. Knows no slot's units."""
+"""What a layer of codes has beside them where exact units are in the host's memory: whose row is where."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -19,11 +19,14 @@ class HostRows:
         where K is V, too.
     places: [S, H, b] int64 on the host: of each rank its row; behind the committed units the rows that are free, so
         that the row of a slot is a permutation.
+    lent: of each slot that reads the rows of another one, which it is, and how many units it has there: a copy of a
+        slot takes no rows of its own until either of the two writes (`own`).
     """
 
     keys: Tensor
     values: Tensor
     places: Tensor
+    lent: dict[int, tuple[int, int]] = field(default_factory=dict)
 
     @classmethod
     def empty(cls, slots: int, unit: UnitShape, units: int, dtype: torch.dtype, device: torch.device) -> HostRows:
@@ -32,6 +35,37 @@ class HostRows:
         keys, values = (torch.zeros(slots, unit.kv_heads, units, dim, dtype=dtype, device=host,
                                     pin_memory=device.type == "cuda") for dim in unit.dims)
         return cls(keys, values, torch.arange(units, device=host).repeat(slots, unit.kv_heads, 1))
+
+    def read(self, slot: int, at: Tensor) -> tuple[Tensor, Tensor]:
+        """K before RoPE and V, [H, n, D], of the rows `at` [H, n]."""
+        source, _ = self.lent.get(slot, (slot, 0))
+        heads, rows = self.keys.shape[1:3]
+        flat = (at + torch.arange(0, heads * rows, rows)[:, None]).flatten()
+        keys, values = (part[source].flatten(0, 1).index_select(0, flat).view(*at.shape, part.shape[-1])
+                        for part in (self.keys, self.values))
+        return keys, values
+
+    def lend(self, slot: int, to: int, count: int) -> None:
+        """Let another slot have the first `count` units of this one."""
+        self.own(to)
+        self.places[to] = self.places[slot]
+        self.lent[to] = self.lent.get(slot, (slot, 0))[0], count
+
+    def own(self, slot: int) -> None:
+        """Whatever writes rows of a slot calls this first: from then on it shares none."""
+        for other in [slot, *(other for other, (source, _) in self.lent.items() if source == slot)]:
+            if other in self.lent:
+                _, count = self.lent[other]
+                at = self.places[other, :, :count]
+                rows = self.read(other, at)
+                del self.lent[other]
+                heads = torch.arange(len(at))[:, None]
+                for part, units in zip((self.keys, self.values), rows, strict=True):
+                    part[other][heads, at] = units
+
+    def forget(self, slot: int) -> None:
+        """The slot begins anew, and needs what was lent to it no more."""
+        self.lent.pop(slot, None)
 
     @property
     def tensors(self) -> list[Tensor]:

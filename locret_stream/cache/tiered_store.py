@@ -35,6 +35,8 @@ class TieredStore(QuantisedStore):
         self.tier = pool.tier
         self._hot: list[tuple[int, object]] = []  # of each layer how many units are hot, and which choice that was
         self.cool()
+        for layer in range(len(pool.layers)):
+            self._of_host(layer)[0].forget(slot)
 
     def _of_host(self, layer: int) -> tuple[HostRows, HotUnits]:
         buffers = self._buffers(layer)
@@ -54,12 +56,7 @@ class TieredStore(QuantisedStore):
         """K before RoPE and V of committed units, [H, n, D] on the host: of a range of ranks, or of `ranks` [H, n]."""
         host, _ = self._of_host(layer)
         places = host.places[self.slot]
-        at = places[:, ranks] if isinstance(ranks, slice) else places.gather(1, ranks)
-        heads, rows = places.shape
-        flat = (at + torch.arange(0, heads * rows, rows)[:, None]).flatten()
-        keys, values = (part[self.slot].flatten(0, 1).index_select(0, flat).view(*at.shape, part.shape[-1])
-                        for part in (host.keys, host.values))
-        return keys, values
+        return host.read(self.slot, places[:, ranks] if isinstance(ranks, slice) else places.gather(1, ranks))
 
     # -- decoding ---------------------------------------------------------------------------------------------
 
@@ -199,6 +196,7 @@ class TieredStore(QuantisedStore):
         """Let the host have the units at the ascending `ranks` [H, n], of which those from `count` on are new: row
         `rank` - `count` of keys and values [H, T, D]. These get places that are free then."""
         host, _ = self._of_host(layer)
+        host.own(self.slot)
         places = host.places[self.slot]
         new = ranks >= count
         stay = (~new).sum(1, keepdim=True)  # of each head, how many of the first are units that it had
@@ -223,14 +221,13 @@ class TieredStore(QuantisedStore):
             held[self.slot, :, tail - residual:tail] = units
 
     def copy_from(self, other: UnitStore, tail: int = 0) -> None:
-        """As of `UnitStore`; hot units go with the others, so that a copy answers as its original."""
+        """As of `UnitStore`; hot units go with the others, so that a copy answers as its original. The host's rows are
+        shared until either of the two commits."""
         assert isinstance(other, TieredStore), "a pool with a tier has no others"
         super().copy_from(other, tail)
         for layer, count in enumerate(other.counts):
             host, hot = self._of_host(layer)
-            for held, units in zip((host.keys, host.values), other._exact(layer, slice(count)), strict=True):
-                held[self.slot, :, :count] = units
-            host.places[self.slot] = torch.arange(host.places.shape[-1])
+            host.lend(other.slot, self.slot, count)
             for tensor in (hot.keys, hot.values, hot.ranks):
                 tensor[self.slot] = tensor[other.slot]
         self._hot = [(count, object()) for count in other.hot]
@@ -246,6 +243,7 @@ class TieredStore(QuantisedStore):
     def _put_host_in_front(self, layer: int, units: tuple[Tensor, Tensor] | None, keep: Tensor) -> None:
         """The same for the host's rows: those that stay keep their places, those in front get free ones."""
         host, _ = self._of_host(layer)
+        host.own(self.slot)
         places, new = host.places[self.slot], 0 if units is None else units[0].shape[2]
         kept = places.gather(1, keep)
         free = _free(places, kept, torch.ones_like(kept, dtype=torch.bool))
@@ -279,6 +277,7 @@ class TieredStore(QuantisedStore):
         super().load(codes, rotate, fronts)
         for layer in range(len(self.counts)):
             host, front = self._of_host(layer)[0], self.fronts[layer]
+            host.own(self.slot)
             host.places[self.slot] = torch.arange(host.places.shape[-1])
             for held, name, of_front in zip((host.keys, host.values), ("keys", "values"),
                                             (fronts[layer] if fronts else None) or (None, None), strict=True):

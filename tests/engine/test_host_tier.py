@@ -373,6 +373,34 @@ def test_places_are_a_permutation_and_rows_are_what_was_written(monkeypatch):
     assert all(rows == new for rows, new in written) and len({new for _, new in written}) > 1
 
 
+def test_a_fork_shares_rows_until_one_of_the_two_writes():
+    """Then both have what they had, whoever writes first, a fork of a fork and a slot that is given away included."""
+    engine = engine_of()
+    state, _ = replied(engine, 5 * CHUNK + 2, 3)
+    whole = engine.export(state)
+    held = [layer.host.keys.clone() for layer in engine.pool.layers]
+    fork = engine.fork(state, 1)
+    again = engine.fork(fork, 2)
+    assert all(map(torch.equal, held, [layer.host.keys for layer in engine.pool.layers])), "nothing is copied"
+    for each in (fork, again):
+        assert_same(engine.export(each), whole)
+    feed(engine, fork, ids_of(2 * CHUNK, seed=8))
+    for each in (state, again):
+        assert_same(engine.export(each), whole)
+    other = engine.open(0)  # the slot of the first one, which is closed
+    feed(engine, other, ids_of(6 * CHUNK, seed=9))
+    assert_same(engine.export(again), whole)
+    feed(engine, again, ids_of(2 * CHUNK, seed=8))
+    assert_same(engine.export(again), engine.export(fork))
+    third = engine.fork(other, 1)
+    engine.open(1)
+    feed(engine, other, ids_of(CHUNK, seed=3))
+    assert not any(layer.host.lent for layer in engine.pool.layers), third
+    plain = engine.open(2)
+    feed(engine, plain, [*ids_of(6 * CHUNK, seed=9), *ids_of(CHUNK, seed=3)])
+    assert_same(engine.export(other), engine.export(plain))
+
+
 @pytest.mark.parametrize("settings", [{"units": -1}, {"residual": 1.5}, {"chosen_by": "me"}, {"prefill": "fast"}])
 def test_settings_that_mean_nothing_are_refused(settings: dict[str, Any]):
     with pytest.raises(ConfigError, match=f"exact: {next(iter(settings))} is .* expected"):
