@@ -1,7 +1,7 @@
 """The plain models before and after: this tree beside another commit of it: `python benchmarks/against.py 9bc5262`.
 
 The other commit is checked out beside this tree. A process of either tree makes the same models (random ones: Llama,
-Qwen3, Gemma 3 of six layers, hidden size 512; the bundled one, and those of `--model FOLDER`, in fp32 and bf16), reads
+Qwen3, Gemma 3 of six layers, hidden size 512; the bundled one, and those of `--model`, in fp32 and bf16), reads
 the same tokens, and answers with
 
   equal      whether every tensor of the committed state (K, V, scores, positions, the policy's state) is bit-equal
@@ -195,8 +195,8 @@ def compared(name: str, tree: Path, options: argparse.Namespace) -> dict[str, An
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("commit", help="the other commit")
-    parser.add_argument("--model", metavar="FOLDER", action="append", default=[],
-                        help="one more model, in fp32 and bf16")
+    parser.add_argument("--model", action="append", default=[],
+                        help="one more model, in fp32 and bf16: a name, as smollm2, or a folder")
     parser.add_argument("--only", metavar="TEXT", default="", help="only what has this in its name")
     parser.add_argument("--units", type=int, default=1024, help="budget (the bundled model: 256)")
     parser.add_argument("--chunks", type=int, default=32, help="pairs of chunks")
@@ -209,14 +209,19 @@ def main() -> None:
     if options.child:
         answer(options.child, options.units, options.chunks)
         return
+    from locret_stream.named_models import model_path
+
     dtypes = "float32", "bfloat16"
     names = [f"{kind}, keydiff, float32" for kind in KINDS]
     names += [f"bundled, {policy}, {dtype}" for dtype in dtypes for policy in POLICIES]
-    names += [f"{Path(folder).resolve()}, keydiff, {dtype}" for folder in options.model for dtype in dtypes]
+    folders = {model: str(Path(model_path(model)).resolve()) for model in options.model}
+    names += [f"{folder}, keydiff, {dtype}" for folder in folders.values() for dtype in dtypes]
     found: dict[str, Any] = {}
     with checked_out(options.commit) as tree:
         for name in (name for name in names if options.only in name):
-            label = name.replace(f"{Path(name).parent}/", "")
+            label = name
+            for model, folder in folders.items():
+                label = label.replace(folder, model)
             found[label] = compared(name, tree, options)
             print(label, json.dumps(found[label]), file=sys.stderr, flush=True)
     record("against", {"other": options.commit, "units": options.units, "threads": options.threads, **found},

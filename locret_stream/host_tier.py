@@ -13,7 +13,7 @@ CHOICES = ("query", "guess", "last")
 
 
 class HostTier(msgspec.Struct, frozen=True, kw_only=True):
-    """How exact units in the host's memory serve a memory whose units are codes.
+    """How exact units in the host's memory serve a memory whose units are codes (SpeCache, arXiv:2503.16163).
 
     A token that is decoded attends to codes, and in each layer and KV head to a few exact units in place of their
     codes, which are fetched from the host.
@@ -22,9 +22,9 @@ class HostTier(msgspec.Struct, frozen=True, kw_only=True):
         units: exact units of each layer and KV head that are fetched for a token, k. 0 fetches none.
         residual: of the last committed units, how many stay exactly on the device.
         chosen_by: what attends to the fetched units most, by their codes: the "query" of the token itself, in the same
-            layer, which finds them best, and waits for them; a "guess" at the token, made and decoded one step before,
-            so that they could be fetched meanwhile (SpeCache, arXiv:2503.16163); or the "last" token, which SpeCache
-            compares its guess with. Models with a recurrent state have no guess.
+            layer, which finds them best, and waits for them (the paper's fetching without speculation, Table 4); a
+            "guess" at the token, made and decoded one step before, so that they could be fetched meanwhile (the paper's
+            own way); or the "last" token, which costs no second one. Models with a recurrent state have no guess.
         prefill: what chunks and prompts attend to: "exact" units from the host, as in the paper, so that what is
             committed is what a memory of exact units commits; or "codes", which fetches nothing.
 
