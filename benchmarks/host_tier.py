@@ -4,7 +4,9 @@ SmolLM2 with its heads, or any model: `--facts` facts in sentences among the lin
 begun again in a copy of the memory, and its value told token by token: how likely is each. In the bytes that `--exact`
 exact units per KV head take on a GPU in bf16 (without rotated keys beside them; it runs in `--dtype`): as many units in
 8, 4 and 2 bits as fit, alone, and in 4, 2 and 1 bits with exact units in the host's memory, whose residual and fetched
-units are counted. Scores and positions are counted for all, the room for a chunk for none.
+units are counted. Scores and positions are counted for all, the room for a chunk for none. With `--hits`, of each
+layer: how much of a token's attention falls on units that are exact for it, and how much of the best choice's part that
+of the fetched ones is.
 
     python benchmarks/host_tier.py --streams 2 --keep host_tier
 """
@@ -13,22 +15,27 @@ from __future__ import annotations
 
 import argparse
 import bisect
+import contextlib
 import random
 import statistics
 import sys
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from record import record
 
 from locret_stream import HostTier
+from locret_stream.cache import TieredStore
 from locret_stream.config import Budget, ModelShape, StreamConfig, check_store_bits, unit_bytes
 from locret_stream.engine import Engine, NextToken
+from locret_stream.engine.fetching import _Layers
 from locret_stream.evaluation import chat, metrics
 from locret_stream.evaluation.haystack import stdlib_lines
 from locret_stream.evaluation.words import COLOURS, NOUNS
 from locret_stream.heads import RetainingHeads
+from locret_stream.kernels import reduced_attention
 from locret_stream.models import attach
 from locret_stream.named_models import model_path, named_model
 from locret_stream.policies import make_policy
@@ -67,6 +74,52 @@ def facts(rng: random.Random, count: int) -> list[chat.Told]:
     return made
 
 
+@contextlib.contextmanager
+def watched(engine: Engine, kept: list[list[tuple[float, float]]],
+            chosen: dict[tuple[TieredStore, int], torch.Tensor]) -> Iterator[None]:
+    """Meanwhile collect, by layer, of the newest token of each step the share of its attention that falls on exact
+    units, the newest ones included, and that part of what the k best units would add to the others."""
+    attend, fetch = _Layers._attend, TieredStore.fetch
+    assert engine.config.exact is not None
+    by_query = not engine.config.exact.hot
+
+    def fetched(store: TieredStore, layer: int, *arguments: Any) -> Any:
+        found = fetch(store, layer, *arguments)
+        if found is not None:
+            chosen[store, layer] = found[0]
+        return found
+
+    def attended(layers: _Layers, call: Any, q: Any, found: Any, store: TieredStore, context: int, rank: int) -> Any:
+        layer, count = call.layer, store.counts[call.layer]
+        before = chosen.pop((store, layer), None)  # by a guess, or the last token: chosen one step before
+        out = attend(layers, call, q, found, store, context, rank)
+        ranks = chosen.get((store, layer)) if by_query else before
+        if ranks is not None:
+            heads = found[0].shape[1]
+            at = torch.arange(count).expand(1, heads, -1)
+            keys = found[0][0, :, :rank + 1].clone()
+            keys[:, :count] = engine.layout.tables.rotate_at(layer, store.rows(layer, count)[0][None], at)[0]
+            weights = reduced_attention(q[0, :, :1], keys, call.scale, torch.tensor([rank])) / (q.shape[1] // heads)
+            coded = torch.ones(rank + 1, dtype=torch.bool)
+            coded[:SINKS], coded[count - engine.pool.residuals[layer]:] = False, False
+            always = weights[:, ~coded].sum(1)
+            hot = weights.gather(1, ranks).sum(1)
+            best = weights[:, coded].topk(ranks.shape[1]).values.sum(1)
+            kept[layer].append((float((always + hot).mean()), float((hot / best).mean())))
+        return out
+
+    _Layers._attend, TieredStore.fetch = attended, fetched  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        _Layers._attend, TieredStore.fetch = attend, fetch  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def unwatched(*_: Any) -> Iterator[None]:
+    yield
+
+
 @torch.no_grad()
 def measured(options: argparse.Namespace, way: str, model: Any, tokenizer: Any, heads: RetainingHeads | None
              ) -> dict[str, Any]:
@@ -82,6 +135,9 @@ def measured(options: argparse.Namespace, way: str, model: Any, tokenizer: Any, 
     engine = Engine(attachment, config, make_policy(policy, {}, own), slots=1 + TOGETHER, key_means=means,
                     shares=heads.config.budget_shares if heads is not None else None)
     rows, began = [], time.perf_counter()
+    watch = watched if options.hits and tier is not None else unwatched
+    of_layers: list[list[tuple[float, float]]] = [[] for _ in engine.budgets]
+    chosen: dict[tuple[TieredStore, int], torch.Tensor] = {}
 
     def ids_of(text: str) -> list[int]:
         return tokenizer(text, add_special_tokens=False).input_ids
@@ -118,7 +174,9 @@ def measured(options: argparse.Namespace, way: str, model: Any, tokenizer: Any, 
 
             for step in range(max(map(len, values))):
                 going = [at for at, ids in enumerate(values) if step < len(ids)]
-                for answer in engine.decode([NextToken(forks[at], force(seen[at], values[at])) for at in going]):
+                with watch(engine, of_layers, chosen):
+                    answers = engine.decode([NextToken(forks[at], force(seen[at], values[at])) for at in going])
+                for answer in answers:
                     if isinstance(answer, BaseException):
                         raise answer
                 for at in going:
@@ -134,7 +192,9 @@ def measured(options: argparse.Namespace, way: str, model: Any, tokenizer: Any, 
     return {"units": units, "nll": round(statistics.mean(losses), 4),
             "nll_interval": list(metrics.interval([[loss] for loss in losses])),
             "right": round(statistics.mean(right), 4), "right_interval": list(metrics.interval([[x] for x in right])),
-            "questions": len(right), "fetched": engine.pool.fetched}
+            "questions": len(right), "fetched": engine.pool.fetched,
+            **({"hits": [[round(statistics.mean(part), 3) for part in zip(*layer, strict=True)] for layer in of_layers]}
+               if of_layers[0] else {})}
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
@@ -159,6 +219,7 @@ def main() -> None:
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--exact", type=int, default=512, help="exact units per KV head whose bytes are filled")
     parser.add_argument("--same-units", action="store_true", help="as many units in every way, whatever they take")
+    parser.add_argument("--hits", action="store_true")
     parser.add_argument("--chunk", type=int, default=256)
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS)[:7])
     parser.add_argument("--threads", type=int, default=1)
