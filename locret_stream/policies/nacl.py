@@ -22,12 +22,14 @@ class NaCl(Policy):
     5.2): they are the largest of score + Gumbel noise, a function of (seed, layer, head, position, grid point).
 
     Args:
-        proxies: share of a chunk's tokens that are proxies (the paper suggests about a tenth of the input).
+        proxies: share of a chunk's tokens that are proxies, one at least (the paper suggests about a tenth of the
+            input). If all are, none stays for that: on one chunk, with random=0, that is H2O.
         where: "end" takes the last tokens of a chunk, "both" takes one half of them from its beginning.
         random: C_r / (C_p + C_r); the paper's table divides 12 to 7.
         draw: "fresh" draws anew at every grid point; "reservoir" draws once per unit, so that a unit leaves only for
             units with larger draws (a weighted reservoir).
         lots: "head" draws for every head (the paper), "layer" draws once for all heads of a layer, for comparison.
+        chances: the random ones are drawn by "score", or "uniform", all alike (the paper's table 3).
         seed: of the draws.
 
     Deviations: an input is a chunk, so there is one eviction per grid point, answers included, in place of one for a
@@ -44,14 +46,15 @@ class NaCl(Policy):
     stateful = True
 
     def __init__(self, proxies: float = 0.1, where: str = "end", random: float = 0.37, draw: str = "fresh",
-                 lots: str = "head", seed: int = 0):
-        self.check_knob(0 < proxies <= 1, "proxies", proxies, "a share of the chunk in (0, 1]")
+                 lots: str = "head", chances: str = "score", seed: int = 0):
+        self.check_knob(0 <= proxies <= 1, "proxies", proxies, "a share of the chunk in [0, 1]")
         self.check_knob(0 <= random <= 1, "random", random, "a share of the budget in [0, 1]")
         self.check_knob(where in ("end", "both"), "where", where, "'end' or 'both'")
         self.check_knob(draw in ("fresh", "reservoir"), "draw", draw, "'fresh' or 'reservoir'")
         self.check_knob(lots in ("head", "layer"), "lots", lots, "'head' or 'layer'")
         self.proxies, self.where, self.random, self.draw, self.seed = proxies, where, random, draw, seed
-        self.alike = lots == "layer"
+        self.check_knob(chances in ("score", "uniform"), "chances", chances, "'score' or 'uniform'")
+        self.alike, self.uniform = lots == "layer", chances == "uniform"
 
     def _rows(self, new: int, device: torch.device) -> Tensor:
         """Indices in the chunk of the proxies, [R]."""
@@ -69,7 +72,8 @@ class NaCl(Policy):
             return scores
         free = chunk.budget - chunk.sinks - chunk.stabilizers
         by_score = free - int(free * self.random)
-        keys = order_keys(scores.index_fill(1, total - chunk.k.shape[1] + rows, math.inf))
+        new = chunk.k.shape[1]
+        keys = order_keys(scores if len(rows) == new > 1 else scores.index_fill(1, total - new + rows, math.inf))
         for protected in (slice(chunk.sinks), slice(total - chunk.stabilizers, total)):
             keys[:, protected] = torch.iinfo(keys.dtype).min  # protected units stay without a place among the C_p
         # Above all others, and among themselves in order, for copies that keep less (`Engine.thin`).
@@ -77,4 +81,5 @@ class NaCl(Policy):
         best = keys.topk(by_score, dim=1).indices
         step = chunk.start if self.draw == "fresh" else None
         noise = gumbel(self.seed, chunk.layer, chunk.positions, step, self.alike)
-        return (scores + noise).scatter_(1, best, places.expand(len(best), -1))
+        drawn = noise if self.uniform else scores + noise
+        return drawn.scatter_(1, best, places.expand(len(best), -1))

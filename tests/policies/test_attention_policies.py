@@ -96,7 +96,7 @@ def infllm(block: int, decay: float):
     return rule
 
 
-def nacl(proxies: int, first: int, share: float, seed: int, fresh: bool):
+def nacl(proxies: int, first: int, share: float, seed: int, fresh: bool, uniform: bool = False):
     def rule(stream: Watched, layer: int, heads: list[tuple[Rows, list[Unit]]]) -> None:
         chosen = [*range(first), *range(CHUNK - proxies + first, CHUNK)]
         positions = torch.tensor([[unit.position for unit in units] for _, units in heads])
@@ -104,13 +104,14 @@ def nacl(proxies: int, first: int, share: float, seed: int, fresh: bool):
         for head, (rows, units) in enumerate(heads):
             some = [row for at, row in enumerate(rows) if at % CHUNK in chosen]
             score = [sum(row[i] for row in some if i < len(row)) / GROUPS for i in range(len(units))]
-            own = {stream.seen - CHUNK + row for row in chosen}
+            own = {stream.seen - CHUNK + row for row in chosen} if proxies < CHUNK else set()
             room = UNITS - stream.sinks - stream.stabilizers
             free = range(stream.sinks, len(units) - stream.stabilizers)
             best = sorted(free, key=lambda i: (math.inf if units[i].position in own else score[i], i))
             stays = best[len(best) - (room - int(share * room)):]
             for i, unit in enumerate(units):
-                unit.score = 2.0**22 + stays.index(i) + 1 if i in stays else score[i] + float(luck[head, i])
+                drawn = float(luck[head, i]) + (0.0 if uniform else score[i])
+                unit.score = 2.0**22 + stays.index(i) + 1 if i in stays else drawn
 
     return rule
 
@@ -131,6 +132,8 @@ def nacl(proxies: int, first: int, share: float, seed: int, fresh: bool):
      nacl(4, 2, 0.3, 0, False)),
     ("nacl", {"random": 0.0}, (2, 3), nacl(1, 0, 0.0, 0, True)),
     ("nacl", {"proxies": 1.0, "random": 1.0}, (2, 3), nacl(8, 0, 1.0, 0, True)),
+    ("nacl", {"proxies": 1.0, "random": 0.4}, (2, 3), nacl(8, 0, 0.4, 0, True)),
+    ("nacl", {"proxies": 0.0, "random": 0.5, "chances": "uniform"}, (2, 3), nacl(1, 0, 0.5, 0, True, True)),
 ])
 @pytest.mark.thorough(but=2)
 def test_it_evicts_as_its_formula_does(policy: str, knobs: dict, protection: tuple[int, int], rule):
@@ -179,7 +182,7 @@ def test_a_window_always_fits_the_budget(name: str):
 
 
 @pytest.mark.parametrize("knobs", [{"seed": 1}, {"draw": "reservoir"}, {"random": 0.0}, {"proxies": 1.0},
-                                   {"where": "both", "proxies": 0.5}])
+                                   {"chances": "uniform"}, {"where": "both", "proxies": 0.5}])
 @pytest.mark.thorough(but=2)
 def test_knobs_of_nacl_are_heard(knobs: dict):
     def kept(**knobs) -> list:
@@ -189,6 +192,17 @@ def test_knobs_of_nacl_are_heard(knobs: dict):
         return [state.store.positions(layer).tolist() for layer in range(LAYERS)]
 
     assert kept() == kept() != kept(**knobs)
+
+
+def test_with_all_tokens_as_proxies_one_eviction_is_that_of_h2o():
+    """NaCl, Figure 5: a share of 100 % is H2O."""
+    kept = []
+    for policy, knobs in (("nacl", {"proxies": 1.0, "random": 0.0}), ("h2o", {"recent": 0.0})):
+        engine = build(policy, units=UNITS, chunk_size=4 * UNITS, stabilizers=3, **knobs)
+        state = engine.open(0)
+        feed(engine, state, ids_of(4 * UNITS))
+        kept.append([state.store.positions(layer).tolist() for layer in range(LAYERS)])
+    assert kept[0] == kept[1]
 
 
 def test_heads_and_layers_draw_apart():
