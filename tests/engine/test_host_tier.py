@@ -147,9 +147,10 @@ def test_the_query_finds_what_it_attends_to_best():
     assert query < min(guess, last)
 
 
-@pytest.mark.parametrize("on", KINDS)
-def test_what_a_query_fetches_is_what_it_attends_to_most(on: str, monkeypatch):
-    """Of the units within its window whose codes are all that there is; K and V are the host's, K at its rank."""
+@pytest.mark.parametrize(("on", "focus"), [*((on, []) for on in KINDS), ("llama", [5, 9, 11])])
+def test_what_a_query_fetches_is_what_it_attends_to_most(on: str, focus: list[int], monkeypatch):
+    """Of the units within its window whose codes are all that there is, those of a focus included; K and V are the
+    host's, K at its rank."""
     engine, seen = engine_of(FEW, 1, on=on), []
     fetch = TieredStore.fetch
 
@@ -160,11 +161,15 @@ def test_what_a_query_fetches_is_what_it_attends_to_most(on: str, monkeypatch):
         return found
 
     monkeypatch.setattr(TieredStore, "fetch", watched)
-    replied(engine, 5 * CHUNK + 2, 3)
-    assert seen
+    state = engine.open(0)
+    feed(engine, state, ids_of(3 * CHUNK))
+    engine.focus(state, focus)
+    feed(engine, state, ids_of(2 * CHUNK + 2, seed=2))
+    reply(engine, [state], 3)
+    assert seen and state.store.fronts == [len(focus)] * len(engine.budgets)
     for store, layer, weights, first, (ranks, keys, values) in seen:
-        count, exact = store.counts[layer], engine.pool.firsts[layer]
-        coded = range(max(first, exact), count - FEW.residual)
+        count, front = store.counts[layer], store.fronts[layer]
+        coded = [*range(first, front), *range(max(first, front + engine.pool.firsts[layer]), count - FEW.residual)]
         best = [sorted(coded, key=lambda rank, row=row: -float(row[rank - first]))[:FEW.units] for row in weights]
         assert [sorted(row) for row in ranks.tolist()] == [sorted(row) for row in best]
         of_host = store.rows(layer, count)
@@ -392,10 +397,11 @@ def test_a_fork_shares_rows_until_one_of_the_two_writes():
     assert_same(engine.export(again), whole)
     feed(engine, again, ids_of(2 * CHUNK, seed=8))
     assert_same(engine.export(again), engine.export(fork))
-    third = engine.fork(other, 1)
+    engine.fork(other, 1)
+    assert all(layer.host.lent for layer in engine.pool.layers)
     engine.open(1)
+    assert not any(layer.host.lent for layer in engine.pool.layers)
     feed(engine, other, ids_of(CHUNK, seed=3))
-    assert not any(layer.host.lent for layer in engine.pool.layers), third
     plain = engine.open(2)
     feed(engine, plain, [*ids_of(6 * CHUNK, seed=9), *ids_of(CHUNK, seed=3)])
     assert_same(engine.export(other), engine.export(plain))
