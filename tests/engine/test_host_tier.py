@@ -421,7 +421,8 @@ def test_a_fork_keeps_its_rows_where_a_focus_or_a_snapshot_is_written_over_them(
     engine = engine_of()
     other, _ = replied(engine, 4 * CHUNK, 1)
     tensors = engine.export(other)
-    state, _ = replied(engine, 5 * CHUNK, 1, slot=1)
+    state = engine.open(1)
+    feed(engine, state, ids_of(5 * CHUNK, seed=6))
     fork = engine.fork(state, 2)
     whole = engine.export(fork)
     if written == "focus":
