@@ -46,13 +46,13 @@ WAYS: dict[str, tuple[int | tuple[int, int], HostTier | None]] = {
     "exact": (16, None), "8 bits": (8, None), "4 bits": (4, None), "2 bits": (2, None),
     **{f"{bits} bit{'s' * (bits > 1)} + host": (bits, HostTier()) for bits in (4, 2, 1)},
     **{f"{bits} bit{'s' * (bits > 1)} + host, k = {units}": (bits, HostTier(units=units))
-       for bits in (4, 2, 1) for units in (0, 16, 128, 256)},
-    **{f"{bits} bit{'s' * (bits > 1)} + host, by {by}": (bits, HostTier(chosen_by=by))
+       for bits in (4, 2, 1) for units in (0, 16, 64, 128, 256)},
+    **{f"{bits} bit{'s' * (bits > 1)} + host, by {by}": (bits, HostTier(units=64, chosen_by=by))
        for bits in (4, 2, 1) for by in ("guess", "last")},
     **{f"{bits} bit{'s' * (bits > 1)} + host, residual {units}": (bits, HostTier(residual=units))
        for bits in (2, 1) for units in (0, 16)},
     "K 4, V 2 bits": ((4, 2), None), "K 4, V 1 bits": ((4, 1), None),
-    "K 2, V 1 bits + host": ((2, 1), HostTier()), "K 2, V 1 bits + host, k = 256": ((2, 1), HostTier(units=256)),
+    "K 2, V 1 bits + host": ((2, 1), HostTier()),
     **{f"{bits} bit{'s' * (bits > 1)} + host, codes read": (bits, HostTier(prefill="codes")) for bits in (4, 2, 1)},
 }
 

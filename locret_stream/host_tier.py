@@ -32,7 +32,7 @@ class HostTier(msgspec.Struct, frozen=True, kw_only=True):
         ConfigError: a value out of range.
     """
 
-    units: int = 64
+    units: int = 256
     residual: int = 64
     chosen_by: str = "query"
     prefill: str = "exact"

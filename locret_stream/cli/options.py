@@ -42,7 +42,7 @@ StoreBits = Annotated[str | None, typer.Option(show_default="16", metavar="BITS[
 Exact = Annotated[str | None, typer.Option(metavar="host", show_default="none", help=(
     "With --store-bits: keep units exactly in the host's memory too, and fetch those for each token that it attends to "
     "most."))]
-ExactUnits = Annotated[int | None, typer.Option(min=0, show_default="64", help=(
+ExactUnits = Annotated[int | None, typer.Option(min=0, show_default="256", help=(
     "With --exact host: units of each layer and KV head that are fetched for a token."))]
 TemplateOption = Annotated[list[str] | None, typer.Option(
     metavar="NAME=VALUE", show_default="the template's own", help=(

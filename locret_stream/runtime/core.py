@@ -115,7 +115,7 @@ class Runtime:
                 times on a CPU); two numbers for K and V.
             exact: with units in few bits, "host" keeps them exactly in the host's memory too, in as many bytes as exact
                 units take there; a token that is decoded finds those exact that it attends to most (SpeCache). With it
-                `store_bits` may be 2 or 1. HostTier(units=64, residual=64, ...) says how many, and how.
+                `store_bits` may be 2 or 1. HostTier(units=256, residual=64, ...) says how many, and how.
             decode_copy: with units in few bits, whether all slots share an exact copy of the memory that answers, so
                 that a token reads no codes again: it takes what one slot of exact units takes.
             template_options: variables of the chat template (`enable_thinking`, ...); `inspect --template` names them.
