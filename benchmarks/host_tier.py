@@ -7,8 +7,10 @@ exact units per KV head take on a GPU in bf16 (without rotated keys beside them;
 units are counted. Scores and positions are counted for all, the room for a chunk for none. With `--hits`, of each
 layer: how much of a token's attention falls on units that are exact for it, and how much of the best choice's part that
 of the fetched ones is.
+With `--steps N`: how long a decoded token takes, against units in 2 bits with `decode_copy`, in turn.
 
     python benchmarks/host_tier.py --streams 2 --keep host_tier
+    python benchmarks/host_tier.py --steps 100 --exact 1024 --keep host_tier_steps
 """
 
 from __future__ import annotations
@@ -197,12 +199,52 @@ def measured(options: argparse.Namespace, way: str, model: Any, tokenizer: Any, 
                if of_layers[0] else {})}
 
 
+@torch.no_grad()
+def timed(options: argparse.Namespace, model: Any) -> dict[str, Any]:
+    """Of `--exact` units in 2 bits, with a scratch for each layer: medians of `--steps` tokens, and of their ratios to
+    those without exact units in the host's memory."""
+    attachment = attach(model)
+    tiers = {"none": None, **{f"by the query, k = {units}": HostTier(units=units) for units in (0, 64, 256)},
+             **{f"by {by}, k = 64": HostTier(units=64, chosen_by=by) for by in ("guess", "last")}}
+    running: dict[str, tuple[Engine, Any]] = {}
+    ids = torch.randint(3, attachment.shape.vocab, (options.exact + options.chunk + 4,),
+                        generator=torch.Generator().manual_seed(1)).tolist()
+    for name, tier in tiers.items():
+        config = StreamConfig(budget=Budget(units=options.exact, sinks=SINKS, stabilizers=STABILIZERS),
+                              chunk_size=options.chunk, policy="keydiff", store_bits=(2, 2), exact=tier)
+        engine = Engine(attachment, config, make_policy("keydiff", {}, None), slots=1, decode_copy=True)
+        state = engine.open(0)
+        engine.accept(state, ids)
+        while engine.ready(state):
+            engine.commit(state)
+        running[name] = engine, state
+
+    def step(engine: Engine, state: Any) -> float:
+        while engine.ready(state):
+            engine.commit(state)
+        began = time.perf_counter()
+        [answer] = engine.decode([NextToken(state, lambda logits: int(logits.argmax()))])
+        assert isinstance(answer, int), answer
+        return time.perf_counter() - began
+
+    spent: dict[str, list[float]] = {name: [] for name in running}
+    for turn in range(options.steps + 3):
+        for name, (engine, state) in running.items():
+            seconds = step(engine, state)
+            if turn >= 3:  # the first ones fill what later ones find
+                spent[name].append(seconds)
+    return {name: {"ms": round(1000 * statistics.median(times), 2), "ratio": round(statistics.median(
+        one / base for one, base in zip(times, spent["none"], strict=True)), 3)} for name, times in spent.items()}
+
+
 def run(options: argparse.Namespace) -> dict[str, Any]:
     named = named_model(options.model)
     path = model_path(options.model)
     folder = options.heads or (named.heads if named is not None else None)
     heads = None if folder is None else RetainingHeads.load(folder)
     model, tokenizer = load_model(path, options.dtype, "cpu"), load_tokenizer(path)
+    if options.steps:
+        return {"model": options.model, "units": options.exact, "steps": timed(options, model)}
     return {name: getattr(options, name) for name in ("model", "tokens", "facts", "asked", "streams", "exact")} | {
         way: measured(options, way, model, tokenizer, heads) for way in options.ways}
 
@@ -220,6 +262,7 @@ def main() -> None:
     parser.add_argument("--exact", type=int, default=512, help="exact units per KV head whose bytes are filled")
     parser.add_argument("--same-units", action="store_true", help="as many units in every way, whatever they take")
     parser.add_argument("--hits", action="store_true")
+    parser.add_argument("--steps", type=int, default=0, metavar="N")
     parser.add_argument("--chunk", type=int, default=256)
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS)[:7])
     parser.add_argument("--threads", type=int, default=1)
