@@ -125,16 +125,6 @@ FINDINGS = (
             "tokens that end with the question, evicted once behind it; 128 units, 1 % proxies", {
                 f"{share:.0%}": nacl(NACL_LAST, proxies=FEW, random=share)
                 for share in (0.0, 0.1, 0.37, 0.7, 0.9, 1.0)}),
-    Finding("share of proxies", "a tenth of the tokens as proxies is best, all of them (H2O) or one (MSRNN) worse "
-            "(arXiv:2408.03675, Figure 5); streams of 896 tokens that end with the question, evicted once behind it; "
-            "128 units, nothing drawn", {
-                f"{share:.1%}": nacl(NACL_LAST, proxies=share, random=0.0)
-                for share in (0.0, 0.005, 0.01, 0.02, 0.05, 0.1, 1.0)}),
-    Finding("chances of NaCl", "drawing by the scores is better than drawing all alike (arXiv:2408.03675, table 3); "
-            "the same with 1 % proxies, and streams of 896 tokens and 512 units, 5 % proxies, that no question ends", {
-                f"{words}, {share:.0%} drawn, by {chances}": nacl(where, proxies=proxies, random=share, chances=chances)
-                for words, where, proxies in (("question", NACL_LAST, FEW), ("no question", ROOMY, 0.05))
-                for share in (0.37, 0.7, 1.0) for chances in ("score", "uniform")}),
     Finding("random share of NaCl in a stream", "the same where every 128 tokens are evicted and no question is told; "
             "streams of 896 tokens, 512 units, 5 % proxies", {
                 f"{share:.0%}, {words}": nacl(ROOMY, proxies=0.05, random=share, draw=draw)
