@@ -15,16 +15,20 @@ class HostRows:
     """Exact units of all slots of one layer in the host's memory, at places which do not follow their ranks: moving
     rows at each commit would copy all of them.
 
-    keys, values: [S, H, b, D] of the model's dtype, K before RoPE; pinned where the device is CUDA. V of no numbers
-        where K is V, too.
+    units: [S, H, b, D_K + D_V] of the model's dtype, K before RoPE and then V, so that one copy fetches both; pinned
+        where the device is CUDA. V of no numbers where K is V, too.
+    keys, values: the two parts of it, [S, H, b, D].
+    starts: [H, 1] int64, the first row of each head among those of all heads.
     places: [S, H, b] int64 on the host: of each rank its row; behind the committed units the rows that are free, so
         that the row of a slot is a permutation.
     lent: of each slot that reads the rows of another one, which it is, and how many units it has there: a copy of a
         slot takes no rows of its own until either of the two writes (`own`).
     """
 
+    units: Tensor
     keys: Tensor
     values: Tensor
+    starts: Tensor
     places: Tensor
     lent: dict[int, tuple[int, int]] = field(default_factory=dict)
 
@@ -32,18 +36,25 @@ class HostRows:
     def empty(cls, slots: int, unit: UnitShape, units: int, dtype: torch.dtype, device: torch.device) -> HostRows:
         """Room for `units` units of that shape in each slot, beside a layer on that device."""
         host = device if device.type == "meta" else torch.device("cpu")
-        keys, values = (torch.zeros(slots, unit.kv_heads, units, dim, dtype=dtype, device=host,
-                                    pin_memory=device.type == "cuda") for dim in unit.dims)
-        return cls(keys, values, torch.arange(units, device=host).repeat(slots, unit.kv_heads, 1))
+        heads, dims = unit.kv_heads, unit.dims
+        both = torch.zeros(slots, heads, units, sum(dims), dtype=dtype, device=host, pin_memory=device.type == "cuda")
+        keys, values = both.split(dims, dim=-1)
+        return cls(both, keys, values, torch.arange(heads, device=host)[:, None] * units,
+                   torch.arange(units, device=host).repeat(slots, heads, 1))
 
     def read(self, slot: int, at: Tensor) -> tuple[Tensor, Tensor]:
-        """K before RoPE and V, [H, n, D], of the rows `at` [H, n]."""
-        source, _ = self.lent.get(slot, (slot, 0))
-        heads, rows = self.keys.shape[1:3]
-        flat = (at + torch.arange(0, heads * rows, rows)[:, None]).flatten()
-        keys, values = (part[source].flatten(0, 1).index_select(0, flat).view(*at.shape, part.shape[-1])
-                        for part in (self.keys, self.values))
+        """K before RoPE and V, [H, n, D], of the rows `at` [H, n]: two parts of one copy."""
+        keys, values = self._rows(self.units, slot, at).split((self.keys.shape[-1], self.values.shape[-1]), dim=-1)
         return keys, values
+
+    def read_part(self, slot: int, at: Tensor, part: int) -> Tensor:
+        """K before RoPE (part 0) or V (part 1), [H, n, D], of the rows `at` [H, n]."""
+        return self._rows((self.keys, self.values)[part], slot, at)
+
+    def _rows(self, units: Tensor, slot: int, at: Tensor) -> Tensor:
+        source, _ = self.lent.get(slot, (slot, 0))
+        rows = units[source].flatten(0, 1).index_select(0, (at + self.starts).flatten())
+        return rows.view(*at.shape, units.shape[-1])
 
     def lend(self, slot: int, to: int, count: int) -> None:
         """Let another slot have the first `count` units of this one."""
@@ -57,11 +68,9 @@ class HostRows:
             if other in self.lent:
                 _, count = self.lent[other]
                 at = self.places[other, :, :count]
-                rows = self.read(other, at)
+                rows = self._rows(self.units, other, at)
                 del self.lent[other]
-                heads = torch.arange(len(at))[:, None]
-                for part, units in zip((self.keys, self.values), rows, strict=True):
-                    part[other][heads, at] = units
+                self.units[other][torch.arange(len(at))[:, None], at] = rows
 
     def forget(self, slot: int) -> None:
         """The slot begins anew, and needs what was lent to it no more."""
@@ -70,7 +79,7 @@ class HostRows:
     @property
     def tensors(self) -> list[Tensor]:
         """All of them, with an axis of slots."""
-        return [self.keys, self.values, self.places]
+        return [self.units, self.places]
 
 
 @dataclass(slots=True)

@@ -50,7 +50,8 @@ class TieredStore(QuantisedStore):
         return self._attended(layer, count, rotate, exact=self.tier.prefill == "exact")
 
     def _read_exact(self, layer: int, part: int, out: Tensor) -> None:
-        out.copy_(self._exact(layer, slice(out.shape[1]))[part])
+        host, _ = self._of_host(layer)
+        out.copy_(host.read_part(self.slot, host.places[self.slot, :, :out.shape[1]], part))
 
     def _exact(self, layer: int, ranks: slice | Tensor) -> tuple[Tensor, Tensor]:
         """K before RoPE and V of committed units, [H, n, D] on the host: of a range of ranks, or of `ranks` [H, n]."""
@@ -69,6 +70,10 @@ class TieredStore(QuantisedStore):
         Args:
             keys, values, turned: K before RoPE, V, and K at its rank, [1, H, T, D]; see `append`.
         """
+        if turned.shape[2] == 1:
+            found = self.append(layer, rank, keys, values, turned, rotate)
+            self._show(layer)
+            return found
         first = slice(1)
         found = self.append(layer, rank, keys[:, :, first], values[:, :, first], turned[:, :, first], rotate)
         self._show(layer)

@@ -99,6 +99,7 @@ class _Layers:
                  positions: Sequence[int]):
         self._layout, self._kinds, self._zeros = decoder.layout, decoder.kinds, decoder.zeros
         self._stores, self._ranks, self._positions = [decoder._store(state) for state in states], ranks, positions
+        self._first: list[list[int]] = ranks[..., 0].tolist()
         self._turns: dict[int, tuple[Tensor, ...] | None] = {}
         self._written: dict[int, list[tuple[Tensor, Tensor]]] = {}  # V and turned K of the new units, by layer
         tier = decoder.layout.config.exact
@@ -109,24 +110,27 @@ class _Layers:
     def __call__(self, call: LayerCall) -> Attended:
         layer, tables, device = call.layer, self._layout.tables, call.q.device
         contexts, heads, rows = call.q.shape[:3]
-        ranks, kind = self._ranks[layer], self._kinds[layer]
+        kind = self._kinds[layer]
         if kind not in self._turns:
-            self._turns[kind] = tables.turns(layer, ranks.flatten().to(device))
-        both = torch.cat([call.q, call.k], dim=1).transpose(1, 2).reshape(contexts * rows, -1, 1, call.q.shape[-1])
-        both = tables.rotate_each(layer, both, self._turns[kind]).view(contexts, rows, *both.shape[1:2], -1)
-        both = both.transpose(1, 2)
-        written = self._written.setdefault(layer, []) if call.keeps else self._written[layer]
-        out = []
-        for context, (store, (rank, *_)) in enumerate(zip(self._stores, ranks.tolist(), strict=True)):
-            here = slice(context, context + 1)
+            self._turns[kind] = tables.turns(layer, self._ranks[layer].flatten().to(device))
+        both = torch.cat([call.q, call.k], dim=1)
+        if rows > 1:
+            both = both.transpose(1, 2).reshape(contexts * rows, -1, 1, call.q.shape[-1])
+        both = tables.rotate_each(layer, both, self._turns[kind])
+        if rows > 1:
+            both = both.view(contexts, rows, *both.shape[1:2], -1).transpose(1, 2)
+        q, turned, written = both[:, :heads], both[:, heads:], self._written.setdefault(layer, [])
+        parts, out = (q, call.k, call.v, turned), []
+        each = zip(*(part.split(1) for part in parts), strict=True) if contexts > 1 else (parts,)
+        for context, (store, rank, (q, k, v, turned)) in enumerate(zip(self._stores, self._first[layer], each,
+                                                                       strict=True)):
             if call.keeps:
-                turned, values = both[here, heads:], call.v[here]
-                written.append((values, turned))
-                found = store.step(layer, rank, call.k[here], values, turned, tables.rotate)
+                written.append((v, turned))
+                found = store.step(layer, rank, k, v, turned, tables.rotate)
             else:
                 found = store.step_again(layer, rank, *written[context], tables.rotate)
-            out.append(self._attend(call, both[here, :heads], found, store, context, rank))
-        return torch.cat(out) if len(out) > 1 else out[0]
+            out.append(self._attend(call, q, found, store, context, rank))
+        return torch.cat(out) if contexts > 1 else out[0]
 
     def _attend(self, call: LayerCall, q: Tensor, found: tuple[Tensor, Tensor], store: TieredStore, context: int,
                 rank: int) -> Tensor:
@@ -161,10 +165,10 @@ class _Layers:
         Args:
             q: [1, H*G, 1, D]; keys, values: [H, n, D] of the units from rank `first` on.
         """
-        grouped = q.view(len(keys), -1, q.shape[-1])
+        grouped, count = q.view(len(keys), -1, q.shape[-1]).float() * call.scale, keys.shape[1]
 
         def logits_of(units: Tensor) -> Tensor:
-            logits = (grouped @ units.mT).float() * call.scale
+            logits = torch.bmm(grouped, units.float().mT)
             return logits if call.softcap is None else call.softcap * torch.tanh(logits / call.softcap)
 
         def weights_of(logits: Tensor) -> Tensor:
@@ -173,15 +177,16 @@ class _Layers:
             return (logits - log_sum(logits[:, :, None], sinks)).exp()
 
         logits = logits_of(keys)
-        fetched = store.fetch(call.layer, weights_of(logits).sum(1), first, self._tier.units,
-                              self._layout.tables.rotate_at)
+        weights = weights_of(logits)
+        fetched = store.fetch(call.layer, weights.sum(1), first, self._tier.units, self._layout.tables.rotate_at)
         if fetched is None:
-            return (weights_of(logits).to(values.dtype) @ values).view(1, -1, 1, values.shape[-1])
+            return torch.bmm(weights.to(values.dtype), values).view(1, -1, 1, values.shape[-1])
         ranks, exact_keys, exact_values = fetched
-        at = (ranks - first)[:, None].expand(-1, grouped.shape[1], -1)
-        weights = weights_of(logits.scatter_(-1, at, logits_of(exact_keys)))
-        exact = weights.gather(-1, at).to(values.dtype) @ exact_values
-        out = torch.baddbmm(exact, weights.scatter_(-1, at, 0.0).to(values.dtype), values)
+        at = (ranks - first if first else ranks)[:, None].expand(-1, grouped.shape[1], -1)
+        # Beside the codes, rather than at their places: then nothing has to be moved to V of the same units and back.
+        weights = weights_of(torch.cat([logits.scatter_(-1, at, float("-inf")), logits_of(exact_keys)], dim=-1))
+        weights = weights.to(values.dtype)
+        out = torch.baddbmm(torch.bmm(weights[..., count:], exact_values), weights[..., :count], values)
         return out.view(1, -1, 1, values.shape[-1])
 
     def choose(self) -> None:

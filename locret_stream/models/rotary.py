@@ -301,9 +301,11 @@ class RopeTables:
         pair = self.layers[layer]
         if pair is None:
             return x
-        cos, sin = pair[0][0, ranks], pair[1][0, ranks]
+        at = ranks.flatten()  # whole rows are copied quicker than single numbers, and matrices are multiplied quicker
+        cos, sin = (table[0].index_select(0, at) for table in pair)
         if self._rotary.plain[layer]:
-            return rotate_halves(x, cos, sin)
+            return rotate_halves(x.flatten(0, 2), cos, sin).view(x.shape)
+        cos, sin = (rows.view(*ranks.shape, rows.shape[-1]) for rows in (cos, sin))
         turned = self._rotary.apply(layer, x.flatten(0, 1)[:, None], cos.flatten(0, 1), sin.flatten(0, 1))
         return turned.view(x.shape)
 
