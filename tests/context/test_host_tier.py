@@ -85,6 +85,40 @@ def test_sessions_that_share_a_slot_answer_as_if_alone(tmp_path: Path):
     assert asyncio.run(together()) == [asyncio.run(alone(number)) for number in range(3)]
 
 
+@pytest.mark.parametrize("tier", TIERS)
+@pytest.mark.thorough(but=1)
+def test_what_is_deleted_or_forgotten_leaves_no_file(tmp_path: Path, tier: HostTier):
+    """Of a session with a fork: a snapshot that is deleted takes its pages with it, but for those that others need."""
+    def files() -> list[Path]:
+        return [path for path in tmp_path.rglob("*") if path.is_file()]
+
+    async def main() -> None:
+        async with tiny(store=tmp_path, store_bits=2, exact=tier, autosave=False) as runtime:
+            async with runtime.open("a") as ctx:
+                await ctx.feed(TOLD)
+                first = await ctx.snapshot()
+                async with ctx.fork("b") as fork:
+                    await fork.feed(TEXT)
+                    await fork.snapshot()
+                    forked = await snap(fork)
+                await ctx.feed(TOLD)
+                await replies(ctx)
+                await ctx.snapshot()
+                held = await snap(ctx)
+            before = files()
+            runtime.store.delete("a", first.generation)
+            assert len(files()) < len(before)
+            for name, expected in (("a", held), ("b", forked)):
+                async with runtime.open(name) as ctx:
+                    expect_same(settled(await snap(ctx)), settled(expected))
+            runtime.store.delete("b")
+            async with runtime.open("a") as ctx:
+                expect_same(settled(await snap(ctx)), settled(held))
+            assert await runtime.forget("a") and not files()
+
+    asyncio.run(main())
+
+
 def test_what_it_takes_is_told():
     """On the device less than exact units take, in the host's memory as much; and a budget in bytes is the device's."""
     async def taken(**options: Any) -> tuple[int, int, int]:

@@ -1,5 +1,6 @@
-"""Sessions of models whose layers keep other things than keys and values of equal shape: they go on in another runtime
-as if they had never stopped, forks and questions leave no trace, and a turn reads new tokens alone."""
+"""Sessions of models whose layers keep other things than keys and values of equal shape, and of memories of codes with
+exact units in the host's memory: they go on in another runtime as if they had never stopped, forks and questions leave
+no trace, and a turn reads new tokens alone."""
 
 from __future__ import annotations
 
@@ -13,12 +14,17 @@ from transformers import PreTrainedModel
 from locret_stream.config import Budget, Recall
 from locret_stream.engine import Engine, EngineState
 from locret_stream.errors import SnapshotError
+from locret_stream.host_tier import HostTier
 from tests.architectures import CONFIGS, make
 from tests.context import killed
 from tests.context.support import CHUNK, TEXT, expect_same, snap, tiny, tokenizer
 from tests.kit import assert_same
 from tests.processes import leaving_none, start_python
 
+TIERS = {"host": HostTier(units=4, residual=3),
+         "host by a guess": HostTier(units=4, residual=2, prefill="codes", chosen_by="guess"),
+         "host by the last": HostTier(units=3, residual=0, chosen_by="last")}
+TIERED = ["llama, host", "gemma4-moe, host by a guess", "lfm2, host by the last", "deepseek-v3, host"]
 QUESTION = "What is the pass key of falcon?"
 
 
@@ -32,12 +38,16 @@ def model(name: str) -> PreTrainedModel:
 
 
 def options(name: str, **more: object) -> dict:
+    """Of a kind of model; behind a comma, how exact units in the host's memory serve codes of 2 bits."""
+    name, _, tier = name.partition(", ")
+    if tier:
+        more = {"store_bits": 2, "exact": TIERS[tier], **more}
     return dict(on=model(name), policy="keydiff", budget=Budget(units=20, sinks=2, stabilizers=3), chunk_size=8,
                 **more)
 
 
 @pytest.mark.parametrize("name", ["qwen3.5", "gemma4-moe", "deepseek-v3", "llama4", "hunyuan", "falcon-h1", "lfm2",
-                                  "granite4-h", "gemma4-e2b", "mimo"])
+                                  "granite4-h", "gemma4-e2b", "mimo", *TIERED])
 @pytest.mark.thorough(but=2)
 async def test_a_session_goes_on_as_if_it_had_never_stopped(name: str, tmp_path: Path):
     """Through a question, a save in the midst of a chunk, another runtime, a fork, and more text."""
@@ -120,7 +130,7 @@ async def test_a_long_chat_reads_new_tokens_alone(name: str, tmp_path: Path, mon
                     assert sum(committed[before:]) <= fork.memory.tokens - tokens + CHUNK, "it reads nothing again"
 
 
-@pytest.mark.parametrize("name", ["qwen3.5", "lfm2", "falcon-h1", "deepseek-v3", "gemma4-e2b"])
+@pytest.mark.parametrize("name", ["qwen3.5", "lfm2", "falcon-h1", "deepseek-v3", "gemma4-e2b", *TIERED])
 @pytest.mark.thorough
 async def test_what_a_killed_process_said_it_saved_is_there(name: str, tmp_path: Path):
     """Killed twice, in the midst of reading and saving; each goes on where the one before was."""
@@ -149,7 +159,7 @@ def files_of(folder: Path) -> list[Path]:
 
 
 @pytest.mark.parametrize("name", ["qwen3.5", "deepseek-v3", "lfm2", "granite4-h", "falcon-h1", "gemma4-moe", "llama4",
-                                  "ministral3"])
+                                  "ministral3", *TIERED])
 @pytest.mark.thorough(but=1)
 async def test_a_byte_that_changed_in_any_file_is_refused_or_does_no_harm(name: str, tmp_path: Path):
     async with tiny(**options(name, store=tmp_path, autosave=False)) as runtime:
