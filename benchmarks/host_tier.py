@@ -8,14 +8,19 @@ units are counted. Scores and positions are counted for all, the room for a chun
 layer: how much of a token's attention falls on units that are exact for it, and how much of the best choice's part that
 of the fetched ones is.
 With `--steps N`: how long a decoded token takes, against units in 2 bits with `decode_copy`, in turn.
+With `--flat N`: N tokens through a tiny Llama of random weights, whose units are in 2 bits with exact ones in the
+host's memory: what is resident of the process on the way, and what is copied from the host for a token and for a chunk,
+each beside its formula.
 
     python benchmarks/host_tier.py --streams 2 --keep host_tier
     python benchmarks/host_tier.py --steps 100 --exact 1024 --keep host_tier_steps
+    python benchmarks/host_tier.py --flat 1000000 --exact 1024 --chunk 1024 --keep host_tier_flat
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import bisect
 import contextlib
 import random
@@ -25,10 +30,12 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from record import record
+from timing import MIB, resident_bytes, tiny_llama
 
-from locret_stream import HostTier
+from locret_stream import HostTier, Runtime
 from locret_stream.cache import TieredStore
 from locret_stream.config import Budget, ModelShape, StreamConfig, check_store_bits, unit_bytes
 from locret_stream.engine import Engine, NextToken
@@ -237,7 +244,51 @@ def timed(options: argparse.Namespace, model: Any) -> dict[str, Any]:
         one / base for one, base in zip(times, spent["none"], strict=True)), 3)} for name, times in spent.items()}
 
 
+async def streamed(options: argparse.Namespace) -> dict[str, Any]:
+    """`--flat` tokens, after every sixteen chunks a reply; what is resident is that of the process."""
+    budget = Budget(units=options.exact, sinks=SINKS, stabilizers=STABILIZERS)
+    marks: list[tuple[int, float]] = []
+    moved: dict[str, set[float]] = {"fetched_for_a_token": set(), "read_for_a_chunk": set()}
+    with tiny_llama(16 * options.chunk, num_hidden_layers=2, hidden_size=64, intermediate_size=128,
+                    num_attention_heads=4, num_key_value_heads=2, head_dim=32) as folder:
+        ids = np.load(f"{folder}/ids.npy").tolist()
+        async with (Runtime.from_pretrained(folder, dtype="float32", device="cpu", policy="keydiff", budget=budget,
+                                            chunk_size=options.chunk, store_bits=2, exact=HostTier(),
+                                            max_live=1) as runtime, runtime.open(raw=True) as ctx):
+            pool, began = runtime.engine.pool, time.perf_counter()
+            while ctx.memory.tokens < options.flat:
+                tokens, read = ctx.memory.tokens, pool.read
+                await ctx.feed(ids)
+                if tokens > options.exact:
+                    chunks = ctx.memory.tokens // options.chunk - tokens // options.chunk
+                    moved["read_for_a_chunk"].add((pool.read - read) / chunks)
+                fetched = pool.fetched
+                reply = [token async for token in ctx.generate(max_new_tokens=9, ignore_eos=True)]
+                steps = len(reply) - 1  # the logits of the first one are those of the prompt
+                moved["fetched_for_a_token"].add((pool.fetched - fetched) / steps)
+                marks.append((ctx.memory.tokens, resident_bytes() / MIB))
+                if len(marks) % 8 == 0:
+                    print(f"{marks[-1][0]:,} tokens, {marks[-1][1]:.1f} MiB resident", file=sys.stderr, flush=True)
+            seconds = time.perf_counter() - began
+            token, chunk = pool.formula_moved()
+            early, late = (next(resident for seen, resident in marks if seen >= share * options.flat)
+                           for share in (0.1, 1))
+            unit = pool.shape.units[0]
+            return {"tokens": ctx.memory.tokens, "tok_per_s": round(ctx.memory.tokens / seconds),
+                    "resident_mib_at_a_tenth": round(early, 2), "resident_mib_at_the_end": round(late, 2),
+                    "most_growth_mib": round(max(resident for seen, resident in marks if seen >= 0.1 * options.flat)
+                                             - early, 2),
+                    "host_bytes": pool.host_bytes, "formula_host_bytes": pool.formula_host_bytes(),
+                    "pool_bytes": pool.bytes_resident, "formula_bytes": pool.formula_bytes(),
+                    "bytes_full_cache": ctx.memory.bytes_full_cache,
+                    **{name: sorted(found) for name, found in moved.items()},
+                    "formula_for_a_token": token, "formula_for_a_chunk": chunk,
+                    "bytes_of_a_unit": sum(unit.dims) * pool.shape.item_bytes}
+
+
 def run(options: argparse.Namespace) -> dict[str, Any]:
+    if options.flat:
+        return asyncio.run(streamed(options))
     named = named_model(options.model)
     path = model_path(options.model)
     folder = options.heads or (named.heads if named is not None else None)
@@ -263,6 +314,7 @@ def main() -> None:
     parser.add_argument("--same-units", action="store_true", help="as many units in every way, whatever they take")
     parser.add_argument("--hits", action="store_true")
     parser.add_argument("--steps", type=int, default=0, metavar="N")
+    parser.add_argument("--flat", type=int, default=0, metavar="N")
     parser.add_argument("--chunk", type=int, default=256)
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS)[:7])
     parser.add_argument("--threads", type=int, default=1)

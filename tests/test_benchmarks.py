@@ -352,3 +352,18 @@ def test_what_a_model_writes_is_read_off_its_template(monkeypatch):
     opened = forms.form_of(collection.tokenizer_of(source))
     assert opened.thought("So.", "Hi.") == "So.\n</think>\n\nHi.<|im_end|>"
     assert opened.answer("Hi.") == "\n</think>\n\nHi.<|im_end|>", "an answer without a thought closes it"
+
+
+@pytest.mark.parametrize(("tokens", "units"), [pytest.param(30_000, 256, marks=pytest.mark.thorough),
+                                               pytest.param(1_000_000, 1024, marks=pytest.mark.slow)])
+def test_a_long_stream_with_units_in_the_host_s_memory_takes_what_its_formulas_say(tokens: int, units: int):
+    """And the process does not grow with it: a cache of all its tokens would be as large as is said, too."""
+    done = run_python("benchmarks/host_tier.py", "--flat", str(tokens), "--exact", str(units), "--chunk", str(units),
+                      env=os.environ | {"PYTHONPATH": str(ROOT)}, timeout_s=3_000)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout)["result"]
+    assert found["tokens"] >= tokens
+    assert found["host_bytes"] == found["formula_host_bytes"] > 0 and found["pool_bytes"] == found["formula_bytes"]
+    assert found["fetched_for_a_token"] == [found["formula_for_a_token"]] and found["formula_for_a_token"] > 0
+    assert found["read_for_a_chunk"] == [found["formula_for_a_chunk"]] and found["formula_for_a_chunk"] > 0
+    assert found["most_growth_mib"] < 16, f"a cache of all tokens has {found['bytes_full_cache'] / 2**20:.0f} MiB"

@@ -27,6 +27,11 @@ Where exact units are in the host's memory (see `cache.host`), of which k wait o
     residual_l = min(that of `HostTier`, b_l)
     hot = min(k, b_l) * (new + 8)                      (0 by the query: nothing waits)
     bytes of the host = slots * sum over layers of H * b_l * (new + 8)
+
+and once a layer without a window is full, so many of its units, of `new` bytes each, are copied from there:
+
+    for a token that is decoded, by the query          H * min(k, b_l - first_l - residual_l)
+    for a chunk                                        H * b_l, where chunks read exact units, and H * residual_l
 """
 
 from __future__ import annotations
@@ -62,7 +67,8 @@ class Pool:
     Attributes:
         residuals: of each layer, how many of the last committed units are exact on the device at most, [L].
         tails: of each layer, how many exact units have rows before those behind the committed ones, [L].
-        fetched: units that decoding has copied from the host to the device.
+        fetched: units that decoding has copied from the host to the device. read: those that chunks and prompts have,
+            and those that were the last ones behind a commit or a load.
     """
 
     def __init__(self, shape: ModelShape, budgets: tuple[int, ...], chunk_size: int, slots: int, *,
@@ -76,7 +82,7 @@ class Pool:
         self.states = StateBuffers(states, slots)
         self.planes, self.rope = planes, (False,) * len(budgets) if self.quantised else rope
         self.firsts = tuple(firsts) or (0,) * len(budgets)
-        self.tier, self.fetched = tier, 0
+        self.tier, self.fetched, self.read = tier, 0, 0
         self.residuals = tuple(min(units, tier.residual if tier else 0) for units in budgets)
         self.tails = tuple(map(sum, zip(self.firsts, self.residuals, strict=True)))
         devices = [device] * len(budgets) if isinstance(device, torch.device) else device
@@ -153,6 +159,17 @@ class Pool:
         return 0 if self.tier is None else self.slots * sum(
             unit.kv_heads * budget * (sum(unit.dims) * self.shape.item_bytes + 8)
             for unit, budget in zip(self.shape.units, self.budgets, strict=True))
+
+    def formula_moved(self) -> tuple[int, int]:
+        """Units that a decoded token fetches by the query, and that a chunk reads, by the formula in this module's
+        docstring."""
+        tier, token, chunk = self.tier, 0, 0
+        for unit, units, first, last in zip(self.shape.units, self.budgets, self.firsts, self.residuals, strict=True):
+            assert not unit.sliding, "a layer with a window reads no more than that"
+            if tier is not None:
+                token += unit.kv_heads * max(0, min(tier.units - tier.hot, units - first - last))
+                chunk += unit.kv_heads * ((units if tier.prefill == "exact" else 0) + last)
+        return token, chunk
 
     def formula_bytes(self) -> int:
         """Bytes by the formula in this module's docstring; `bytes_resident` must equal them."""

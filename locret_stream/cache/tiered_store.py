@@ -51,6 +51,8 @@ class TieredStore(QuantisedStore):
 
     def _read_exact(self, layer: int, part: int, out: Tensor) -> None:
         host, _ = self._of_host(layer)
+        if part == 0:
+            self.pool.read += out.shape[0] * out.shape[1]
         out.copy_(host.read_part(self.slot, host.places[self.slot, :, :out.shape[1]], part))
 
     def _exact(self, layer: int, ranks: slice | Tensor) -> tuple[Tensor, Tensor]:
@@ -222,6 +224,7 @@ class TieredStore(QuantisedStore):
         buffers, count, tail = self._buffers(layer), self.counts[layer], self.pool.tails[layer]
         residual = min(self.pool.residuals[layer], count)
         exact = self._exact(layer, slice(count - residual, count))
+        self.pool.read += len(exact[0]) * residual
         for held, units in zip((buffers.exact_keys, buffers.exact_values), exact, strict=True):
             held[self.slot, :, tail - residual:tail] = units
 

@@ -365,6 +365,23 @@ def test_a_query_fetches_so_many_of_each_head():
     assert engine.pool.fetched - before == 2 * 4 * sum(unit.kv_heads for unit in engine.shape.units)
 
 
+@pytest.mark.parametrize("exact", [FEW, HostTier(units=4, residual=3, prefill="codes"), HostTier(units=64, residual=0)])
+def test_what_is_copied_from_the_host_is_what_the_formula_says(exact: HostTier):
+    """For each chunk, and for each token that is decoded, once the layers are full."""
+    engine = engine_of(exact)
+    state = engine.open(0)
+    feed(engine, state, ids_of(6 * CHUNK))
+    of_token, of_chunk = engine.pool.formula_moved()
+    read = engine.pool.read
+    feed(engine, state, ids_of(3 * CHUNK, seed=5))
+    assert engine.pool.read - read == 3 * of_chunk and engine.pool.fetched == 0
+    feed(engine, state, [7])
+    engine.logits(state)
+    read = engine.pool.read
+    reply(engine, [state], 4)  # of which the first token's logits are there
+    assert engine.pool.fetched == 3 * of_token > 0 and engine.pool.read == read
+
+
 def test_places_are_a_permutation_and_rows_are_what_was_written(monkeypatch):
     """Of each head, over commits that keep other units in each; and what is not kept is written nowhere."""
     engine = engine_of()
