@@ -255,17 +255,25 @@ async def streamed(options: argparse.Namespace) -> dict[str, Any]:
         async with (Runtime.from_pretrained(folder, dtype="float32", device="cpu", policy="keydiff", budget=budget,
                                             chunk_size=options.chunk, store_bits=2, exact=HostTier(),
                                             max_live=1) as runtime, runtime.open(raw=True) as ctx):
-            pool, began = runtime.engine.pool, time.perf_counter()
+            pool, fetched, steps, began = runtime.engine.pool, 0, list[int](), time.perf_counter()
+            step = runtime.engine.decoder._step
+
+            def counted(states: Any, counts: Any) -> torch.Tensor:
+                steps.append(len(states))
+                return step(states, counts)
+
+            runtime.engine.decoder._step = counted  # type: ignore[method-assign]
             while ctx.memory.tokens < options.flat:
                 tokens, read = ctx.memory.tokens, pool.read
                 await ctx.feed(ids)
                 if tokens > options.exact:
                     chunks = ctx.memory.tokens // options.chunk - tokens // options.chunk
                     moved["read_for_a_chunk"].add((pool.read - read) / chunks)
+                    moved["fetched_for_a_token"].add((pool.fetched - fetched) / sum(steps))
                 fetched = pool.fetched
-                reply = [token async for token in ctx.generate(max_new_tokens=9, ignore_eos=True)]
-                steps = len(reply) - 1  # the logits of the first one are those of the prompt
-                moved["fetched_for_a_token"].add((pool.fetched - fetched) / steps)
+                steps.clear()  # that of a reply's last token may still run when it has ended, but not behind a feed
+                async for _ in ctx.generate(max_new_tokens=9, ignore_eos=True):
+                    pass
                 marks.append((ctx.memory.tokens, resident_bytes() / MIB))
                 if len(marks) % 8 == 0:
                     print(f"{marks[-1][0]:,} tokens, {marks[-1][1]:.1f} MiB resident", file=sys.stderr, flush=True)
