@@ -264,8 +264,14 @@ class StreamConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def stores_codes(self) -> bool:
-        """Whether a snapshot has codes of the committed units: where the host has them exactly, it has those."""
-        return self.quantised and self.exact is None
+        """Whether a snapshot has codes of the committed units: where the host has them exactly, it has those, unless
+        `HostTier.saves` says otherwise."""
+        return self.quantised and (self.exact is None or self.exact.saves == "codes")
+
+    @property
+    def rounds(self) -> bool:
+        """Whether exact units of a restored context are what its codes say."""
+        return self.exact is not None and self.stores_codes
 
     def __post_init__(self) -> None:
         if not _is_whole(self.chunk_size) or self.chunk_size < 1:

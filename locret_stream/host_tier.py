@@ -27,24 +27,34 @@ class HostTier(msgspec.Struct, frozen=True, kw_only=True):
             own way); or the "last" token, which costs no second one. Models with a recurrent state have no guess.
         prefill: what chunks and prompts attend to: "exact" units from the host, as in the paper, so that what is
             committed is what a memory of exact units commits; or "codes", which fetches nothing.
+        saves: what snapshots have, and so what comes back from a swap, too: "exact" units, of which codes are made
+            again; or "codes" with the first and the residual units exactly, in a fraction of the bytes. Then what the
+            host has of the others is what their codes say, so that fetching them gains nothing
+            (`Memory.rounded` says of which tokens). It takes `prefill="codes"`, as else what is committed next would
+            depend on whether a context was restored.
 
     Raises:
-        ConfigError: a value out of range.
+        ConfigError: a value out of range, or `saves="codes"` with another `prefill`.
     """
 
     units: int = 256
     residual: int = 64
     chosen_by: str = "query"
     prefill: str = "exact"
+    saves: str = "exact"
 
     def __post_init__(self) -> None:
         for name in ("units", "residual"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 0:
                 raise ConfigError(f"exact: {name} is {value!r}; expected a whole number of units, at least 0")
-        for name, values in (("chosen_by", CHOICES), ("prefill", READS)):
+        for name, values in (("chosen_by", CHOICES), ("prefill", READS), ("saves", READS)):
             if (value := getattr(self, name)) not in values:
                 raise ConfigError(f"exact: {name} is {value!r}; expected {' or '.join(map(repr, values))}")
+        if self.saves == "codes" != self.prefill:
+            raise ConfigError("exact: saves is 'codes' and prefill is 'exact', so that what a restored context commits "
+                              "would be of rounded units, and of no others if it had stayed open; expected "
+                              "prefill='codes' beside it, or saves='exact'")
 
     @property
     def rows(self) -> int:

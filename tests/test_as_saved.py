@@ -31,6 +31,8 @@ def test_a_host_tier_is_read():
     told = "float32, stored in 2 and 2 bits, exact in the host's memory"
     assert said(dtype=told)["exact"] == HostTier()
     assert said(dtype=f"{told}, codes are read but of 3")["exact"] == HostTier(prefill="codes", residual=3)
+    saved = said(dtype=f"{told}, codes are read but of 3, saved as codes")["exact"]
+    assert saved == HostTier(prefill="codes", residual=3, saves="codes")
     assert said(dtype="float32, stored in 2 and 2 bits").get("exact") is None
     assert said(dtype=f"{told}, codes are read but of {'9' * 9}")["exact"] == HostTier()
 

@@ -183,7 +183,9 @@ class TieredStore(QuantisedStore):
     # -- committed units --------------------------------------------------------------------------------------
 
     def rows(self, layer: int, count: int) -> tuple[Tensor, Tensor]:
-        """As of `UnitStore`: copies of the exact units, on the host."""
+        """As of `UnitStore`: copies of the exact units, on the host; or codes, where these are what is saved."""
+        if self.tier.saves == "codes":
+            return super().rows(layer, count)
         return self._exact(layer, slice(count))
 
     def commit(self, layer: int, first_position: int, new: int, scores: Tensor, keep: Tensor | None,
@@ -265,14 +267,28 @@ class TieredStore(QuantisedStore):
 
     def beside(self) -> dict[str, Tensor]:
         """As of `UnitStore`, and of each layer l `l.key_mean` [H, D] fp32, unless means are given: codes are made of
-        the exact units again."""
+        the exact units again. Where codes are saved, all of `QuantisedStore.beside`, and `l.last_keys`, `l.last_values`
+        [H, n, D], the last units exactly."""
+        if self.tier.saves == "codes":
+            out = super().beside()
+            for layer, (count, front, most) in enumerate(zip(self.counts, self.fronts, self.pool.residuals,
+                                                             strict=True)):
+                exact = self._exact(layer, slice(max(front, count - most), count))
+                out |= {f"{layer}.last_{name}": rows.clone() for name, rows in zip(("keys", "values"), exact,
+                                                                                   strict=True)}
+            return out
         return {name: tensor for name, tensor in super().beside().items()
                 if name.partition(".")[2] not in ("first_keys", "first_values")}
 
     def load(self, units: Mapping[str, Tensor], rotate: Rotate,
              fronts: Sequence[tuple[Tensor, Tensor] | None] = ()) -> None:
-        """As of `UnitStore`."""
+        """As of `UnitStore`. Where codes are saved they stay as they are, and the host gets what they say."""
         self.cool()
+        if self.tier.saves == "codes":
+            super().load(units, rotate, fronts)
+            for layer in range(len(self.counts)):
+                self._load_host(layer, self._said(layer, units), fronts)
+            return
         codes = dict(units)
         for layer in range(len(self.counts)):
             buffers, keys = self._buffers(layer), units[f"{layer}.keys"]
@@ -284,15 +300,33 @@ class TieredStore(QuantisedStore):
                 codes[f"{layer}.{name}"], codes[f"{layer}.first_{name}"] = rows, part[:, :self.pool.firsts[layer]]
         super().load(codes, rotate, fronts)
         for layer in range(len(self.counts)):
-            host, front = self._of_host(layer)[0], self.fronts[layer]
-            host.own(self.slot)
-            host.places[self.slot] = torch.arange(host.places.shape[-1])
-            for held, name, of_front in zip((host.keys, host.values), ("keys", "values"),
-                                            (fronts[layer] if fronts else None) or (None, None), strict=True):
-                if of_front is not None:
-                    held[self.slot, :, :front] = of_front[0, ..., :held.shape[-1]]
-                held[self.slot, :, front:self.counts[layer]] = units[f"{layer}.{name}"]
-            self._keep_last(layer)
+            self._load_host(layer, (units[f"{layer}.keys"], units[f"{layer}.values"]), fronts)
+
+    def _load_host(self, layer: int, units: tuple[Tensor, Tensor],
+                   fronts: Sequence[tuple[Tensor, Tensor] | None]) -> None:
+        """Let the host have K and V [H, n, D] of the stream, behind those of a focus, as its only rows."""
+        host, front = self._of_host(layer)[0], self.fronts[layer]
+        host.own(self.slot)
+        host.places[self.slot] = torch.arange(host.places.shape[-1])
+        for held, rows, of_front in zip((host.keys, host.values), units,
+                                        (fronts[layer] if fronts else None) or (None, None), strict=True):
+            if of_front is not None:
+                held[self.slot, :, :front] = of_front[0, ..., :held.shape[-1]]
+            held[self.slot, :, front:self.counts[layer]] = rows
+        self._keep_last(layer)
+
+    def _said(self, layer: int, units: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """K and V of the stream as their loaded codes say them, the first and the last ones exactly, [H, n, D]."""
+        buffers, count, front = self._buffers(layer), self.counts[layer], self.fronts[layer]
+        out = []
+        for part, name in enumerate(("keys", "values")):
+            last = units[f"{layer}.last_{name}"]
+            rows = buffers.exact_keys.new_empty(len(last), count, last.shape[-1])
+            if rows.numel():
+                self._read_codes(layer, part, rows)
+            rows[:, count - last.shape[1]:] = last.to(rows.device)
+            out.append(rows[:, front:])
+        return out[0], out[1]
 
 
 def _free(places: Tensor, kept: Tensor, which: Tensor) -> Tensor:

@@ -268,6 +268,9 @@ def _show(snapshots: Sequence[Snapshot], as_json: bool, nothing: str) -> None:
     for snapshot in snapshots:
         if snapshot.problem:
             err.print(f"{_escaped(snapshot.name)}, number {snapshot.generation}: {snapshot.problem}", soft_wrap=True)
+        elif snapshot.rounded:
+            out.print(f"{_escaped(snapshot.name)}, number {snapshot.generation}: its exact units were saved as codes, "
+                      "and are rounded where it is opened", soft_wrap=True)
     if damaged:
         err.print(ADVICE, soft_wrap=True)
         raise typer.Exit(1)

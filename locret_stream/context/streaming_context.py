@@ -574,7 +574,7 @@ class StreamingContext:
                       peak=tuple(state.peaks),
                       bytes_resident=0 if session.swapped_out else engine.pool.slot_bytes,
                       bytes_full_cache=state.position * shape.token_bytes, focus=len(state.focus),
-                      bytes_recall=0 if index is None else index.bytes)
+                      bytes_recall=0 if index is None else index.bytes, rounded=state.rounded)
 
     async def receipts(self, start: int = 0, end: int | None = None) -> Receipts:
         """Which of the tokens start .. end-1, at most 1,048,576, are kept, per layer and KV head, and with which score.

@@ -47,6 +47,9 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
         bytes_recall: of the index that recall keeps of all that was read, in a temporary file (of an encrypted session
             in memory). It grows with the stream, some 10 bytes a token, and does not shrink. 0 without recall, and
             after reopening until the first question.
+        rounded: of the tokens before that position the exact units in the host's memory are those that a snapshot of
+            codes says (`HostTier(saves="codes")`): fetching them brings nothing back. 0: all are exact, or there are
+            none.
     """
 
     tokens: int
@@ -59,6 +62,7 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
     bytes_full_cache: int
     focus: int = 0
     bytes_recall: int = 0
+    rounded: int = 0
 
     @property
     def held(self) -> int:

@@ -105,7 +105,10 @@ class Engine:
         with state.lock:
             if stored is None:
                 store.copy_from(state.store, state.provisional)
-            return state.copy(store)
+            copy = state.copy(store)
+        if stored is not None and self.config.rounds:
+            copy.rounded = copy.seen
+        return copy
 
     def thin(self, state: EngineState, share: float, reading: int = 0) -> None:
         """Keep of every layer that share of its budget: the units that its policy scores highest, and what it protects.
@@ -201,6 +204,7 @@ class Engine:
     def swap_in(self, state: EngineState, tensors: Mapping[str, Tensor], slot: int) -> None:
         """Load the units of a swapped-out state into a slot, from its own snapshot. Raises as `fork`."""
         state.store = self._store_of(state, tensors, slot)
+        state.rounded = state.seen if self.config.rounds else 0
         state.swapped_out = False
 
     def _store_of(self, state: EngineState, tensors: Mapping[str, Tensor], slot: int) -> UnitStore:

@@ -5,7 +5,8 @@ The tensors are the units of every layer l, those of the focus left out, as they
 (the position at which it was given, then its ids), `last_hidden`, `peaks`, and the state of the policy as `policy.*`.
 A model that carries a recurrent state has its tensors as `state.*` (`StateTensor`), once tokens were committed.
 Where committed units are codes, `l.keys` and `l.values` are rows of them, [H, n, bytes] uint8, and `l.first_keys`,
-`l.first_values` and `l.key_mean` are what `QuantisedStore.beside` has.
+`l.first_values` and `l.key_mean` are what `QuantisedStore.beside` has, and `l.last_keys` and `l.last_values` what
+`TieredStore.beside` has where the host's memory has exact units, too.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from locret_stream.errors import ConfigError, SnapshotCorrupt
 from locret_stream.snapshot import Moment
 from locret_stream.snapshot.format import expect
 
-_BESIDE = ("first_keys", "first_values", "key_mean")  # of every layer, where units are codes
+_BESIDE = ("first_keys", "first_values", "last_keys", "last_values", "key_mean")  # of layers of codes
 
 
 def export(state: EngineState) -> dict[str, Tensor]:
@@ -68,6 +69,7 @@ def load(layout: Layout, state: EngineState, tensors: Mapping[str, Tensor],
             raise SnapshotCorrupt(str(error)) from error
     state.store.load(tensors, layout.tables.rotate, focus_units(state.focus))
     state.seen = int(tensors["seen"])
+    state.rounded = state.seen if layout.config.rounds else 0
     state.pending = tensors["pending"].tolist()
     state.committed_ids.extend(tensors["history"].tolist())
     state.peaks = tensors["peaks"].tolist() if "peaks" in tensors else list(state.store.counts)
@@ -141,11 +143,14 @@ def expect_loadable(layout: Layout, tensors: Mapping[str, Tensor], fresh: Engine
 
 def _expected_codes(layout: Layout, layer: int, units: int) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
     """Dtypes and shapes of a layer's codes, and of what is stored beside them."""
-    unit, first = layout.shape.units[layer], min(layout.firsts[layer], units)
+    unit, first, tier = layout.shape.units[layer], min(layout.firsts[layer], units), layout.config.exact
     expected: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
     for part, dim, row in zip(("keys", "values"), unit.dims, layout.stored_rows[layer], strict=True):
         expected[f"{layer}.{part}"] = (torch.uint8, (unit.kv_heads, units, row))
         expected[f"{layer}.first_{part}"] = (layout.dtype, (unit.kv_heads, first, dim))
+        if tier is not None:
+            last = min(tier.residual, layout.budgets[layer], units)
+            expected[f"{layer}.last_{part}"] = (layout.dtype, (unit.kv_heads, last, dim))
     return expected
 
 

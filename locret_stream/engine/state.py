@@ -34,6 +34,8 @@ class EngineState:
         peaks: by layer, the most units that it ever had, provisional and new ones included.
         last_hidden: [1, 1, hidden], of the last committed token.
         tail_logits: [vocab] fp32, of the token after pending[provisional - 1].
+        rounded: tokens of the stream before that position were restored from codes, so that what the host's memory has
+            of them is rounded; 0: none were.
         swapped_out: whether its slot was given away.
         broken: whether a failure left layers that do not match; the context is lost then.
     """
@@ -52,6 +54,7 @@ class EngineState:
         self.peaks = [0] * len(store.counts)
         self.last_hidden: Tensor | None = None
         self.tail_logits: Tensor | None = None
+        self.rounded = 0
         self.swapped_out = False
         self.committed_ids: deque[int] = deque(maxlen=HISTORY)
         self.broken = False  # units were moved in some layers only
@@ -99,6 +102,7 @@ class EngineState:
         with self.lock:
             copy = EngineState(store, dict(self.policy_state))
             copy.seen, copy.pending, copy.provisional = self.seen, list(self.pending), self.provisional
+            copy.rounded = self.rounded
             copy.reply_from, copy.guess = self.reply_from, self.guess
             copy.last_hidden, copy.tail_logits = self.last_hidden, self.tail_logits
             copy.committed_ids, copy.peaks = self.committed_ids.copy(), list(self.peaks)

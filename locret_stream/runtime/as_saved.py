@@ -14,7 +14,7 @@ from locret_stream.snapshot import Identity
 
 _BUDGETS = re.compile(r"(\[[\d, ]+\]), sinks and stabilizers \[([(), \d]+)\]")
 _BITS = re.compile(r"\w+, stored in (\d+) and (\d+) bits"
-                   r"(, exact in the host's memory(?:, codes are read but of (\d{1,5})(?!\d))?)?")
+                   r"(, exact in the host's memory(?:, codes are read but of (\d{1,5})(?!\d)(, saved as codes)?)?)?")
 
 
 def settings_of(identity: Identity) -> dict[str, Any]:
@@ -40,7 +40,8 @@ def settings_of(identity: Identity) -> dict[str, Any]:
         if (said := _BITS.match(identity.dtype)) is not None:
             found["store_bits"] = int(said[1]), int(said[2])
             if said[3]:
-                found["exact"] = HostTier() if said[4] is None else HostTier(prefill="codes", residual=int(said[4]))
+                found["exact"] = HostTier() if said[4] is None else HostTier(
+                    prefill="codes", residual=int(said[4]), saves="codes" if said[5] else "exact")
     except (msgspec.DecodeError, ValueError, ArithmeticError, ConfigError):  # a snapshot is untrusted input
         pass
     return found

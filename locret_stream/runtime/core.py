@@ -36,7 +36,7 @@ from locret_stream.runtime.sharing import SlotSharing
 from locret_stream.runtime.slots import CLOSED, throttler
 from locret_stream.runtime.told import without_heads
 from locret_stream.snapshot import Expected, Identity, Store, check_name
-from locret_stream.snapshot.identity import Earlier, canonical, digest_tensors, digest_text, settings_text
+from locret_stream.snapshot.identity import AS_CODES, Earlier, canonical, digest_tensors, digest_text, settings_text
 from locret_stream.text import ChatFrame, TextCodec
 from locret_stream.text.template import NO_OPTIONS
 from locret_stream.version import __version__
@@ -517,7 +517,8 @@ class Runtime:
             return dtype
         means, exact = self.engine.key_means, self._wanted.exact
         of_host = "" if exact is None else ", exact in the host's memory" + (
-            f", codes are read but of {exact.residual}" if exact.prefill == "codes" else "")
+            f", codes are read but of {exact.residual}" if exact.prefill == "codes" else "") + (
+            AS_CODES if exact.saves == "codes" else "")
         of_means = "" if means is None else (
             f", keys without the means {digest_tensors([('key_means', means.float())])}")
         return f"{dtype}, stored in {keys} and {values} bits{of_host}{of_means}"

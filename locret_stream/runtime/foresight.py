@@ -101,6 +101,9 @@ class Foresight:
         item = 1 if layout.config.stores_codes else layout.shape.item_bytes
         units = sum(unit.kv_heads * budget * (sum(rows) * item + 4 * self.pool.planes + 8)
                     for unit, budget, rows in zip(layout.shape.units, layout.budgets, layout.stored_rows, strict=True))
+        if layout.config.rounds:
+            units += sum(unit.kv_heads * last * sum(unit.dims) * layout.shape.item_bytes
+                         for unit, last in zip(layout.shape.units, self.pool.residuals, strict=True))
         return units + layout.shape.state_bytes + layout.shape.hidden * layout.shape.item_bytes
 
 

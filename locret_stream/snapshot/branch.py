@@ -24,7 +24,7 @@ from locret_stream.snapshot.claims import is_taken
 from locret_stream.snapshot.encryption import MissingKey
 from locret_stream.snapshot.files import Files
 from locret_stream.snapshot.format import LogRef, Manifest, PageRef, tensors
-from locret_stream.snapshot.identity import Expected, Identity, expect_same
+from locret_stream.snapshot.identity import AS_CODES, Expected, Identity, expect_same
 from locret_stream.snapshot.log import Part, Refocus, Spool, StoredLog, read_log, read_stored_log
 from locret_stream.snapshot.names import hashed, readable_record
 from locret_stream.snapshot.pages import Assembly, Geometry, PageIndex, read_page, unpack_masks
@@ -44,6 +44,8 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
         log: whether its token ids are stored too, so that it can be rebuilt.
         bytes: of all files that it needs. bytes_written: of these, the bytes that this save wrote; 0 if it was only
             listed.
+        rounded: whether exact units in the host's memory were saved as codes, which they are rounded to where it is
+            opened.
         note: what the caller stored beside it (`StreamingContext.note`).
         problem: why it cannot be read, "" if it can; otherwise the other fields say only what its path says.
         locked: whether it cannot be read because the store was not given its key.
@@ -61,6 +63,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     encrypted: bool
     log: bool
     bytes_written: int = 0
+    rounded: bool = False
     note: builtins.bytes = b""
     problem: str = ""
     locked: bool = False
@@ -414,4 +417,5 @@ def describe(manifest: Manifest, size: int, encrypted: bool, written: int = 0) -
                     parent=manifest.parent, created=manifest.created, tokens=manifest.tokens,
                     units=sum(ref.live for ref in manifest.pages), library=manifest.library, encrypted=encrypted,
                     log=manifest.log is not None, bytes_written=written, note=manifest.note,
+                    rounded=AS_CODES in manifest.identity.dtype,
                     bytes=size + sum(ref.size for ref in manifest.pages) + sum(ref.size for ref in manifest.log or ()))

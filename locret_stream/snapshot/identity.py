@@ -19,6 +19,7 @@ from torch import Tensor
 
 from locret_stream.errors import SnapshotMismatch
 
+AS_CODES = ", saved as codes"  # in the `dtype` of an identity, where exact units in the host's memory are saved so
 Text = Annotated[str, Meta(max_length=65_536)]
 
 

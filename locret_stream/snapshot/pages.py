@@ -14,8 +14,10 @@ The ranges of a manifest's pages are disjoint, ascending, and cover all units (a
 Where units are stored in few bits, `l.keys` and `l.values` are rows of codes, [N_l, bytes] u8, as
 `kernels.reference.quantise_units` makes them, and the manifest's "state" has what is needed beside them:
 `l.first_keys`, `l.first_values` [H, n, D], the first units exactly, and `l.key_mean` [H, D] f32, which is added to
-what the codes of keys say. The `dtype` of its identity names the bits, and the means that come with the heads, where
-these are added and no `l.key_mean` is there.
+what the codes of keys say; where other exact units were in the host's memory and are not saved, `l.last_keys`,
+`l.last_values` [H, n, D] as well, the last units exactly. The `dtype` of its identity names the bits, says whether
+exact units were saved as codes, and names the means that come with the heads, where these are added and no
+`l.key_mean` is there.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ import pickle
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from langchain_locret import LocretChatModel
@@ -20,6 +21,7 @@ from tests.context.support import TEXT, expect_same, replies, settled, snap, tin
 TOLD = TEXT * 6
 TIERS = [HostTier(units=4, residual=3), HostTier(units=4, residual=2, prefill="codes", chosen_by="guess"),
          HostTier(units=3, residual=0, chosen_by="last")]
+CODES = HostTier(units=4, residual=3, prefill="codes", saves="codes")
 
 
 @pytest.mark.parametrize("tier", TIERS)
@@ -45,8 +47,45 @@ def test_a_session_is_resumed_as_it_was(tmp_path: Path, tier: HostTier, bits: in
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("bits", [2, 1])
+@pytest.mark.thorough(but=1)
+def test_a_session_that_is_saved_as_codes_takes_less_and_says_so(tmp_path: Path, bits: int):
+    """What it commits is what it would commit if it had stayed open, over swaps, a fork and a restart."""
+    told, sizes = [TOLD, TEXT, TOLD[:90]], {}
+
+    async def saved(tier: HostTier, folder: Path) -> None:
+        async with tiny(store_bits=bits, exact=tier) as alone, alone.open() as never:
+            for number, part in enumerate(told):
+                await never.feed(part)
+                async with tiny(store=folder, store_bits=bits, exact=tier, autosave=False, max_live=1,
+                                scratch=1) as runtime, runtime.open("a") as ctx:
+                    rounded = ctx.memory.rounded
+                    assert (rounded > 0) == (tier == CODES and number > 0)
+                    await ctx.feed(part)
+                    async with runtime.open("b") as other:  # which takes its slot meanwhile
+                        await other.feed(TEXT)
+                    expect_same(settled(await snap(ctx)), settled(await snap(never)))
+                    assert (ctx.memory.rounded > rounded) == (tier == CODES)
+                    done = await ctx.snapshot()
+                    assert done.rounded == (tier == CODES)
+                    sizes[tier] = done.bytes
+            assert never.memory.rounded == 0
+        async with tiny(store=folder, store_bits=bits, exact=tier) as runtime:
+            assert settings_of(runtime.store.identity("a"))["exact"].saves == tier.saves
+            assert {one.rounded for one in runtime.store.list()} == {tier == CODES}
+            assert not (await runtime.replay("a")).differs
+            async with runtime.open("a") as ctx, ctx.fork("c") as fork:
+                assert fork.memory.rounded == ctx.memory.rounded
+            assert await runtime.forget("a")
+
+    asyncio.run(saved(CODES, tmp_path / "codes"))
+    asyncio.run(saved(msgspec.structs.replace(CODES, saves="exact"), tmp_path / "exact"))
+    assert sizes[CODES] < sizes[msgspec.structs.replace(CODES, saves="exact")]
+
+
 @pytest.mark.parametrize(("first", "second"), [(None, "host"), ("host", None),
-                                               ("host", HostTier(prefill="codes"))])
+                                               ("host", HostTier(prefill="codes")),
+                                               (HostTier(prefill="codes"), HostTier(prefill="codes", saves="codes"))])
 def test_a_session_of_another_tier_is_refused_and_can_be_read_again(tmp_path: Path, first: Any, second: Any):
     async def main() -> None:
         async with tiny(store=tmp_path, store_bits=2, exact=first) as runtime, runtime.open("a") as ctx:

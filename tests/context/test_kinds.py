@@ -23,8 +23,10 @@ from tests.processes import leaving_none, start_python
 
 TIERS = {"host": HostTier(units=4, residual=3),
          "host by a guess": HostTier(units=4, residual=2, prefill="codes", chosen_by="guess"),
-         "host by the last": HostTier(units=3, residual=0, chosen_by="last")}
+         "host by the last": HostTier(units=3, residual=0, chosen_by="last"),
+         "host in codes": HostTier(units=4, residual=3, prefill="codes", saves="codes")}
 TIERED = ["llama, host", "gemma4-moe, host by a guess", "lfm2, host by the last", "deepseek-v3, host"]
+ROUNDED = ["deepseek-v3, host in codes", "llama, host in codes"]  # their replies differ behind a restart
 QUESTION = "What is the pass key of falcon?"
 
 
@@ -130,7 +132,8 @@ async def test_a_long_chat_reads_new_tokens_alone(name: str, tmp_path: Path, mon
                     assert sum(committed[before:]) <= fork.memory.tokens - tokens + CHUNK, "it reads nothing again"
 
 
-@pytest.mark.parametrize("name", ["qwen3.5", "lfm2", "falcon-h1", "deepseek-v3", "gemma4-e2b", *TIERED])
+@pytest.mark.parametrize("name", ["qwen3.5", "lfm2", "falcon-h1", "deepseek-v3", "gemma4-e2b", *TIERED,
+                                  *ROUNDED])
 @pytest.mark.thorough
 async def test_what_a_killed_process_said_it_saved_is_there(name: str, tmp_path: Path):
     """Killed twice, in the midst of reading and saving; each goes on where the one before was."""
@@ -159,7 +162,7 @@ def files_of(folder: Path) -> list[Path]:
 
 
 @pytest.mark.parametrize("name", ["qwen3.5", "deepseek-v3", "lfm2", "granite4-h", "falcon-h1", "gemma4-moe", "llama4",
-                                  "ministral3", *TIERED])
+                                  "ministral3", *TIERED, *ROUNDED])
 @pytest.mark.thorough(but=1)
 async def test_a_byte_that_changed_in_any_file_is_refused_or_does_no_harm(name: str, tmp_path: Path):
     async with tiny(**options(name, store=tmp_path, autosave=False)) as runtime:

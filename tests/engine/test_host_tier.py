@@ -315,6 +315,68 @@ def test_a_saved_context_answers_as_the_one_that_was_saved(exact: HostTier):
         engine.load(tensors, 2)
 
 
+CODES = HostTier(units=4, residual=3, prefill="codes", saves="codes")
+
+
+@pytest.mark.parametrize("on", KINDS)
+@pytest.mark.parametrize("bits", [2, 1])
+@pytest.mark.thorough(but=2)
+def test_saved_codes_come_back_bit_for_bit_and_exact_units_as_they_say(on: str, bits: int):
+    """Law 5: they are rounded once. What is exact on the device stays exact, so that what is committed next is the
+    same; what the host has of the others is what codes say, and the context knows."""
+    engine = engine_of(CODES, bits, on=on)
+    state, _ = replied(engine, 5 * CHUNK + 2, 3)
+    tensors = engine.export(state)
+    assert tensors["0.keys"].dtype == torch.uint8 and state.rounded == 0
+    again = engine.load(tensors, 1)
+    assert_same(engine.export(again), tensors)
+    assert again.rounded == state.seen and engine.fork(again, 2).rounded == state.seen
+    for layer, count in enumerate(state.store.counts):
+        buffers, first = engine.pool.layers[layer], engine.pool.firsts[layer]
+        for rows in (buffers.keys, buffers.values):
+            assert torch.equal(rows[0, :, :count], rows[1, :, :count])
+        before, after = (store._exact(layer, slice(count)) for store in (state.store, again.store))
+        for part, (kept, found) in enumerate(zip(before, after, strict=True)):
+            if not kept.shape[-1]:
+                continue  # K is V, too
+            same = (kept == found).all(-1)
+            assert same[:, :first].all() and same[:, max(first, count - CODES.residual):].all()
+            assert not same.all(), "the others are rounded"
+            said = torch.empty_like(kept)
+            again.store._read_codes(layer, part, said)
+            between = slice(first, max(first, count - CODES.residual))
+            assert torch.equal(found[:, between], said[:, between])
+    for each in (state, again):
+        feed(engine, each, ids_of(2 * CHUNK + 1, seed=3))
+    assert_same(engine.export(again), engine.export(state))
+
+
+@pytest.mark.parametrize("focus", [[], [5, 9, 11]])
+def test_saved_codes_of_a_context_with_a_focus_or_in_another_slot(focus: list[int]):
+    """A focus is computed from its ids, exactly; swapping out and in rounds as a restart does."""
+    engine = engine_of(CODES)
+    state = engine.open(0)
+    feed(engine, state, ids_of(3 * CHUNK))
+    if focus:
+        engine.focus(state, focus)
+    feed(engine, state, ids_of(2 * CHUNK + 2, seed=2))
+    tensors = engine.export(state)
+    exact = [state.store._exact(layer, slice(front)) for layer, front in enumerate(state.store.fronts)]
+    engine.swap_out(state)
+    copy = engine.fork(state, 2, tensors)
+    engine.swap_in(state, tensors, 1)
+    assert state.rounded == copy.rounded == state.seen > 0
+    for each in (state, copy):
+        assert_same(engine.export(each), tensors)
+        assert each.store.fronts == [len(focus)] * len(engine.budgets)
+        for layer, (front, kept) in enumerate(zip(each.store.fronts, exact, strict=True)):
+            for found, expected in zip(each.store._exact(layer, slice(front)), kept, strict=True):
+                torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    del tensors["1.last_values"]
+    with pytest.raises(SnapshotCorrupt, match="last_values"):
+        engine.load(tensors, 3)
+
+
 def test_a_guess_is_in_no_snapshot():
     """Nor in what is committed behind it: the tokens that were never chosen leave nothing."""
     engine = engine_of(GUESS)
@@ -451,9 +513,10 @@ def test_a_fork_keeps_its_rows_where_a_focus_or_a_snapshot_is_written_over_them(
     assert_same(engine.export(fork), whole)
 
 
-@pytest.mark.parametrize("settings", [{"units": -1}, {"residual": 1.5}, {"chosen_by": "me"}, {"prefill": "fast"}])
+@pytest.mark.parametrize("settings", [{"units": -1}, {"residual": 1.5}, {"chosen_by": "me"}, {"prefill": "fast"},
+                                      {"saves": "codes"}])
 def test_settings_that_mean_nothing_are_refused(settings: dict[str, Any]):
-    with pytest.raises(ConfigError, match=f"exact: {next(iter(settings))} is .* expected"):
+    with pytest.raises(ConfigError, match=f"exact: {next(iter(settings))} is .*expected"):
         HostTier(**settings)
 
 
