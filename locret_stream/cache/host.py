@@ -42,9 +42,12 @@ class HostRows:
         return cls(both, keys, values, torch.arange(heads, device=host)[:, None] * units,
                    torch.arange(units, device=host).repeat(slots, heads, 1))
 
-    def read(self, slot: int, at: Tensor) -> tuple[Tensor, Tensor]:
-        """K before RoPE and V, [H, n, D], of the rows `at` [H, n]: two parts of one copy."""
-        keys, values = self._rows(self.units, slot, at).split((self.keys.shape[-1], self.values.shape[-1]), dim=-1)
+    def read(self, slot: int, at: Tensor, device: torch.device | None = None) -> tuple[Tensor, Tensor]:
+        """K before RoPE and V, [H, n, D], of the rows `at` [H, n]: two parts of one copy, on the host or on a device.
+        """
+        rows = self._rows(self.units, slot, at)
+        keys, values = (rows if device is None else rows.to(device)).split(
+            (self.keys.shape[-1], self.values.shape[-1]), dim=-1)
         return keys, values
 
     def read_part(self, slot: int, at: Tensor, part: int) -> Tensor:

@@ -55,11 +55,10 @@ class TieredStore(QuantisedStore):
             self.pool.read += out.shape[0] * out.shape[1]
         out.copy_(host.read_part(self.slot, host.places[self.slot, :, :out.shape[1]], part))
 
-    def _exact(self, layer: int, ranks: slice | Tensor) -> tuple[Tensor, Tensor]:
-        """K before RoPE and V of committed units, [H, n, D] on the host: of a range of ranks, or of `ranks` [H, n]."""
+    def _exact(self, layer: int, ranks: slice) -> tuple[Tensor, Tensor]:
+        """K before RoPE and V of the committed units of a range of ranks, [H, n, D] on the host."""
         host, _ = self._of_host(layer)
-        places = host.places[self.slot]
-        return host.read(self.slot, places[:, ranks] if isinstance(ranks, slice) else places.gather(1, ranks))
+        return host.read(self.slot, host.places[self.slot, :, ranks])
 
     # -- decoding ---------------------------------------------------------------------------------------------
 
@@ -118,11 +117,12 @@ class TieredStore(QuantisedStore):
             ranks = weights.topk(most, sorted=False).indices + first
         else:
             ranks = weights[:, stop - first:last - first].topk(most, sorted=False).indices + stop
-        buffers = self._buffers(layer)
-        keys, values = self._exact(layer, ranks.to(self._of_host(layer)[0].places.device))
-        turned = rotate_at(layer, keys[None].to(buffers.exact_keys.device), ranks[None])[0]
+        host, _ = self._of_host(layer)
+        places = host.places[self.slot]
+        keys, values = host.read(self.slot, places.gather(1, ranks.to(places.device)), ranks.device)
+        turned = rotate_at(layer, keys[None], ranks[None])[0]
         self.pool.fetched += ranks.numel()
-        return ranks, turned, values.to(turned.device) if buffers.exact_values.shape[-1] else turned
+        return ranks, turned, values if values.shape[-1] else turned
 
     def choose(self, layer: int, weights: Tensor, rotate_at: RotateAt) -> None:
         """Fetch from the host what the next token shall find exact, by weights [H, n] of the units."""

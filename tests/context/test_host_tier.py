@@ -16,6 +16,7 @@ from locret_stream.cli.options import RuntimeOptions, exact_of
 from locret_stream.evaluation.cells import Cell, Origin, file_name, in_words
 from locret_stream.evaluation.plan import Axes, planned
 from locret_stream.runtime.as_saved import settings_of
+from tests.cli.command import invoke
 from tests.context.support import TEXT, expect_same, replies, settled, snap, tiny
 
 TOLD = TEXT * 6
@@ -73,6 +74,8 @@ def test_a_session_that_is_saved_as_codes_takes_less_and_says_so(tmp_path: Path,
         async with tiny(store=folder, store_bits=bits, exact=tier) as runtime:
             assert settings_of(runtime.store.identity("a"))["exact"].saves == tier.saves
             assert {one.rounded for one in runtime.store.list()} == {tier == CODES}
+            code, out, _ = invoke("snapshots", "list", "--store", folder)
+            assert code == 0 and ("are rounded where it is opened" in out) == (tier == CODES)
             assert not (await runtime.replay("a")).differs
             async with runtime.open("a") as ctx, ctx.fork("c") as fork:
                 assert fork.memory.rounded == ctx.memory.rounded

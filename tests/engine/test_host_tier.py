@@ -351,6 +351,24 @@ def test_saved_codes_come_back_bit_for_bit_and_exact_units_as_they_say(on: str, 
     assert_same(engine.export(again), engine.export(state))
 
 
+def test_a_reply_over_restored_codes_is_that_of_codes_alone():
+    """However many units it fetches; that of the context that was saved is nearer to that of exact units."""
+    tier = msgspec.structs.replace(CODES, units=UNITS * 2, residual=0)
+    engine, plain = engine_of(tier), engine_of(None, 2)
+    states = [each.open(0) for each in (engine, plain)]
+    for each, state in zip((engine, plain), states, strict=True):
+        feed(each, state, ids_of(5 * CHUNK))
+    again = engine.load(engine.export(states[0]), 1)
+    feed(engine, again, [7])
+    feed(plain, states[1], [7])
+    feed(engine, states[0], [7])
+    [kept], [rounded], [codes] = (reply(each, [state], 4) for each, state in (
+        (engine, states[0]), (engine, again), (plain, states[1])))
+    for found, expected in zip(rounded, codes, strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
+    assert not torch.allclose(kept[1], codes[1], atol=1e-2)
+
+
 @pytest.mark.parametrize("focus", [[], [5, 9, 11]])
 def test_saved_codes_of_a_context_with_a_focus_or_in_another_slot(focus: list[int]):
     """A focus is computed from its ids, exactly; swapping out and in rounds as a restart does."""
