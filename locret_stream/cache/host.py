@@ -17,10 +17,10 @@ class HostRows:
 
     units: [S, H, b, D_K + D_V] of the model's dtype, K before RoPE and then V, so that one copy fetches both; pinned
         where the device is CUDA. V of no numbers where K is V, too.
-    keys, values: the two parts of it, [S, H, b, D].
-    starts: [H, 1] int64, the first row of each head among those of all heads.
-    places: [S, H, b] int64 on the host: of each rank its row; behind the committed units the rows that are free, so
-        that the row of a slot is a permutation.
+    keys, values: the two parts of it, [S, H, b, D]. rows: of each slot the whole of it, head by head, [H * b, ...].
+    places: [S, H, b] int64 on the host: of each rank its row among those of all heads; behind the committed units the
+        rows that are free, so that those of a head are a permutation of its rows.
+    starts: [H, 1] int64, the first row of each head.
     lent: of each slot that reads the rows of another one, which it is, and how many units it has there: a copy of a
         slot takes no rows of its own until either of the two writes (`own`).
     """
@@ -28,8 +28,9 @@ class HostRows:
     units: Tensor
     keys: Tensor
     values: Tensor
-    starts: Tensor
+    rows: list[Tensor]
     places: Tensor
+    starts: Tensor
     lent: dict[int, tuple[int, int]] = field(default_factory=dict)
 
     @classmethod
@@ -39,41 +40,47 @@ class HostRows:
         heads, dims = unit.kv_heads, unit.dims
         both = torch.zeros(slots, heads, units, sum(dims), dtype=dtype, device=host, pin_memory=device.type == "cuda")
         keys, values = both.split(dims, dim=-1)
-        return cls(both, keys, values, torch.arange(heads, device=host)[:, None] * units,
-                   torch.arange(units, device=host).repeat(slots, heads, 1))
+        starts = torch.arange(heads, device=host)[:, None] * units
+        return cls(both, keys, values, [slot.flatten(0, 1) for slot in both],
+                   (torch.arange(units, device=host) + starts).repeat(slots, 1, 1), starts)
 
     def read(self, slot: int, at: Tensor, device: torch.device | None = None) -> tuple[Tensor, Tensor]:
-        """K before RoPE and V, [H, n, D], of the rows `at` [H, n]: two parts of one copy, on the host or on a device.
-        """
-        rows = self._rows(self.units, slot, at)
-        keys, values = (rows if device is None else rows.to(device)).split(
+        """K before RoPE and V, [N, D], of the rows `at` [N]: two parts of one copy, on the host or on a device."""
+        rows = self.rows[self._source(slot)].index_select(0, at)
+        keys, values = (rows if device is None else rows.to(device)).split_with_sizes(
             (self.keys.shape[-1], self.values.shape[-1]), dim=-1)
         return keys, values
 
     def read_part(self, slot: int, at: Tensor, part: int) -> Tensor:
         """K before RoPE (part 0) or V (part 1), [H, n, D], of the rows `at` [H, n]."""
-        return self._rows((self.keys, self.values)[part], slot, at)
+        units = (self.keys, self.values)[part][self._source(slot)].flatten(0, 1)
+        return units.index_select(0, at.flatten()).view(*at.shape, units.shape[-1])
 
-    def _rows(self, units: Tensor, slot: int, at: Tensor) -> Tensor:
-        source, _ = self.lent.get(slot, (slot, 0))
-        rows = units[source].flatten(0, 1).index_select(0, (at + self.starts).flatten())
-        return rows.view(*at.shape, units.shape[-1])
+    def write(self, slot: int, at: Tensor, units: tuple[Tensor, Tensor]) -> None:
+        """Write K before RoPE and V, [N, D], to the rows `at` [N]."""
+        for held, rows in zip(self.rows[slot].split((self.keys.shape[-1], self.values.shape[-1]), dim=-1), units,
+                              strict=True):
+            held[at] = rows.to(held.device)
+
+    def _source(self, slot: int) -> int:
+        """The slot whose rows that one reads."""
+        return self.lent[slot][0] if slot in self.lent else slot
 
     def lend(self, slot: int, to: int, count: int) -> None:
         """Let another slot have the first `count` units of this one."""
         self.own(to)
         self.places[to] = self.places[slot]
-        self.lent[to] = self.lent.get(slot, (slot, 0))[0], count
+        self.lent[to] = self._source(slot), count
 
     def own(self, slot: int) -> None:
         """Whatever writes rows of a slot calls this first: from then on it shares none."""
         for other in [slot, *(other for other, (source, _) in self.lent.items() if source == slot)]:
             if other in self.lent:
                 _, count = self.lent[other]
-                at = self.places[other, :, :count]
-                rows = self._rows(self.units, other, at)
+                at = self.places[other, :, :count].flatten()
+                rows = self.rows[self._source(other)].index_select(0, at)
                 del self.lent[other]
-                self.units[other][torch.arange(len(at))[:, None], at] = rows
+                self.rows[other][at] = rows
 
     def forget(self, slot: int) -> None:
         """The slot begins anew, and needs what was lent to it no more."""

@@ -23,7 +23,7 @@ from locret_stream.cache.unit_store import Rotate, UnitStore
 from locret_stream.kernels import slot_units
 
 RotateAt = Callable[[int, Tensor, Tensor], Tensor]
-"""Applies RoPE: (layer, keys [1, H, T, D], ranks [1, H, T]) -> rotated keys."""
+"""Applies RoPE: (layer, keys [N, D], ranks [N]) -> rotated keys."""
 
 
 class TieredStore(QuantisedStore):
@@ -58,7 +58,9 @@ class TieredStore(QuantisedStore):
     def _exact(self, layer: int, ranks: slice) -> tuple[Tensor, Tensor]:
         """K before RoPE and V of the committed units of a range of ranks, [H, n, D] on the host."""
         host, _ = self._of_host(layer)
-        return host.read(self.slot, host.places[self.slot, :, ranks])
+        places = host.places[self.slot, :, ranks]
+        keys, values = host.read(self.slot, places.flatten())
+        return keys.view(*places.shape, keys.shape[-1]), values.view(*places.shape, values.shape[-1])
 
     # -- decoding ---------------------------------------------------------------------------------------------
 
@@ -119,10 +121,10 @@ class TieredStore(QuantisedStore):
             ranks = weights[:, stop - first:last - first].topk(most, sorted=False).indices + stop
         host, _ = self._of_host(layer)
         places = host.places[self.slot]
-        keys, values = host.read(self.slot, places.gather(1, ranks.to(places.device)), ranks.device)
-        turned = rotate_at(layer, keys[None], ranks[None])[0]
-        self.pool.fetched += ranks.numel()
-        return ranks, turned, values if values.shape[-1] else turned
+        keys, values = host.read(self.slot, places.gather(1, ranks.to(places.device)).flatten(), ranks.device)
+        turned = rotate_at(layer, keys, ranks.flatten()).view(len(ranks), most, keys.shape[-1])
+        self.pool.fetched += len(keys)
+        return ranks, turned, values.view(len(ranks), most, values.shape[-1]) if values.shape[-1] else turned
 
     def choose(self, layer: int, weights: Tensor, rotate_at: RotateAt) -> None:
         """Fetch from the host what the next token shall find exact, by weights [H, n] of the units."""
@@ -210,7 +212,7 @@ class TieredStore(QuantisedStore):
         new = ranks >= count
         stay = (~new).sum(1, keepdim=True)  # of each head, how many of the first are units that it had
         old = places.gather(1, ranks.masked_fill(new, 0))
-        free = _free(places, old, ~new)
+        free = _free(host, old, ~new)
         order = torch.arange(places.shape[1]).expand_as(places)
         behind = free.gather(1, (order - stay).clamp(min=0))
         behind[:, :ranks.shape[1]] = torch.where(new, behind[:, :ranks.shape[1]], old)
@@ -218,8 +220,8 @@ class TieredStore(QuantisedStore):
         heads, at = new.nonzero(as_tuple=True)
         rows = ranks[heads, at] - count
         where = behind[heads, at]
-        for held, units in ((host.keys, keys), (host.values, values)):
-            held[self.slot][heads, where] = units[heads.to(units.device), rows.to(units.device)].to(held.device)
+        taken = [units[heads.to(units.device), rows.to(units.device)] for units in (keys, values)]
+        host.write(self.slot, where, (taken[0], taken[1]))
 
     def _keep_last(self, layer: int) -> None:
         """Write the last committed units exactly to the rows that they have on the device."""
@@ -256,12 +258,12 @@ class TieredStore(QuantisedStore):
         host.own(self.slot)
         places, new = host.places[self.slot], 0 if units is None else units[0].shape[2]
         kept = places.gather(1, keep)
-        free = _free(places, kept, torch.ones_like(kept, dtype=torch.bool))
+        free = _free(host, kept, torch.ones_like(kept, dtype=torch.bool))
         host.places[self.slot] = torch.cat([free[:, :new], kept, free[:, new:places.shape[1] - kept.shape[1]]], dim=1)
         if units is not None:
-            heads = torch.arange(len(places))[:, None]
-            for held, rows in zip((host.keys, host.values), units, strict=True):
-                held[self.slot][heads, free[:, :new]] = rows[0, ..., :held.shape[-1]].to(held.device)
+            keys, values = (rows[0, ..., :held.shape[-1]].flatten(0, 1)
+                            for rows, held in zip(units, (host.keys, host.values), strict=True))
+            host.write(self.slot, free[:, :new].flatten(), (keys, values))
 
     # -- as tensors -------------------------------------------------------------------------------------------
 
@@ -307,7 +309,7 @@ class TieredStore(QuantisedStore):
         """Let the host have K and V [H, n, D] of the stream, behind those of a focus, as its only rows."""
         host, front = self._of_host(layer)[0], self.fronts[layer]
         host.own(self.slot)
-        host.places[self.slot] = torch.arange(host.places.shape[-1])
+        host.places[self.slot] = torch.arange(host.places.shape[-1]) + host.starts
         for held, rows, of_front in zip((host.keys, host.values), units,
                                         (fronts[layer] if fronts else None) or (None, None), strict=True):
             if of_front is not None:
@@ -329,11 +331,10 @@ class TieredStore(QuantisedStore):
         return out[0], out[1]
 
 
-def _free(places: Tensor, kept: Tensor, which: Tensor) -> Tensor:
+def _free(host: HostRows, kept: Tensor, which: Tensor) -> Tensor:
     """The rows of the host, [H, b]: in each head first those that are free, ascending, then the places `kept` [H, n] of
     the units for which `which` [H, n] is true."""
-    heads, at = which.nonzero(as_tuple=True)
-    used = torch.zeros_like(places, dtype=torch.uint8)
-    used[heads, kept[heads, at]] = 1
-    return used.argsort(dim=1, stable=True)
+    used = torch.zeros(host.places.shape[1:], dtype=torch.uint8)
+    used.view(-1)[kept[which]] = 1
+    return used.argsort(dim=1, stable=True) + host.starts
 

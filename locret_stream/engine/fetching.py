@@ -178,7 +178,7 @@ class _Layers:
 
         logits = logits_of(keys)
         weights = weights_of(logits)
-        fetched = store.fetch(call.layer, weights.sum(1), first, self._tier.units, self._layout.tables.rotate_at)
+        fetched = store.fetch(call.layer, weights.sum(1), first, self._tier.units, self._layout.tables.rotate_rows)
         if fetched is None:
             return torch.bmm(weights.to(values.dtype), values).view(1, -1, 1, values.shape[-1])
         ranks, exact_keys, exact_values = fetched
@@ -193,4 +193,4 @@ class _Layers:
         """Fetch what the last token attended to most, behind the forward: a layer may read the units of an earlier one,
         and find those hot that were so for that one."""
         for store, layer, weights in self._weights:
-            store.choose(layer, weights, self._layout.tables.rotate_at)
+            store.choose(layer, weights, self._layout.tables.rotate_rows)

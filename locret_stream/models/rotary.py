@@ -233,6 +233,7 @@ class RopeTables:
                  factors: dict[int, Tensor]):
         self.capacity, self.layers, self.factors = capacity, layers, factors
         self._rotary = rotary
+        self._matrices = [pair if pair is None else (pair[0][0], pair[1][0]) for pair in layers]
         # Where a kernel rotates chunks it rotates single tokens, too: the same bits alone and among many.
         self._by_kernel = [pair is not None and plain and uses_triton(pair[0])
                            for pair, plain in zip(layers, rotary.plain, strict=True)]
@@ -298,16 +299,19 @@ class RopeTables:
 
     def rotate_at(self, layer: int, x: Tensor, ranks: Tensor) -> Tensor:
         """Keys x [B, heads, T, D] before RoPE -> rotated, every unit at its own rank: ranks [B, heads, T] int64."""
-        pair = self.layers[layer]
+        return self.rotate_rows(layer, x.flatten(0, 2), ranks.flatten()).view(x.shape)
+
+    def rotate_rows(self, layer: int, x: Tensor, ranks: Tensor) -> Tensor:
+        """Keys x [N, D] before RoPE -> rotated, each at its own rank: ranks [N] int64."""
+        pair = self._matrices[layer]
         if pair is None:
             return x
-        at = ranks.flatten()  # whole rows are copied quicker than single numbers, and matrices are multiplied quicker
-        cos, sin = (table[0].index_select(0, at) for table in pair)
+        cos, sin = (table.index_select(0, ranks) for table in pair)  # quicker than by an index of several dimensions
+        if self._by_kernel[layer]:
+            return rotate_halves(x[None, None], cos[None, None], sin[None, None])[0, 0]
         if self._rotary.plain[layer]:
-            return rotate_halves(x.flatten(0, 2), cos, sin).view(x.shape)
-        cos, sin = (rows.view(*ranks.shape, rows.shape[-1]) for rows in (cos, sin))
-        turned = self._rotary.apply(layer, x.flatten(0, 1)[:, None], cos.flatten(0, 1), sin.flatten(0, 1))
-        return turned.view(x.shape)
+            return rotate_halves(x, cos, sin)
+        return self._rotary.apply(layer, x[None, None], cos[None], sin[None])[0, 0]
 
 
 class _Identity(nn.Module):

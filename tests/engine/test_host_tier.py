@@ -480,7 +480,7 @@ def test_places_are_a_permutation_and_rows_are_what_was_written(monkeypatch):
         feed(engine, state, ids[start:start + CHUNK])
         for layer, units in enumerate(engine.budgets):
             places = engine.pool.layers[layer].host.places[0]
-            assert (places.sort(dim=1).values == torch.arange(units)).all()
+            assert (places.sort(dim=1).values == torch.arange(places.numel()).view(-1, units)).all()
     assert all(rows == new for rows, new in written) and len({new for _, new in written}) > 1
 
 
