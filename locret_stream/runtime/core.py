@@ -494,7 +494,8 @@ class Runtime:
             heads="" if heads is None else digest_tensors(heads.state_dict().items()),
             policy=engine.policy.name,
             knobs=canonical(engine.policy.knobs),
-            budgets=f"{list(engine.budgets)}, sinks and stabilizers {engine.layout.protection}",
+            budgets=f"{list(engine.budgets)}, sinks and stabilizers {engine.layout.protection}"
+                    + (", shared by heads" if engine.config.budget.by_head else ""),
             chunk_size=str(engine.chunk_size))
 
     @functools.cached_property
