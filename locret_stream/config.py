@@ -476,7 +476,7 @@ def unit_bytes(unit: UnitShape, item_bytes: int, planes: int = 1, *, key_copies:
 
 
 def budget_from(value: int | str | Budget, shape: ModelShape, chunk_size: int, *, sinks: int | None = None,
-                stabilizers: int | None = None, shares: tuple[float, ...] | None = None,
+                stabilizers: int | None = None, by_head: bool = False, shares: tuple[float, ...] | None = None,
                 per_unit: tuple[UnitBytes, ...] | None = None) -> Budget:
     """The Budget for what a user may give: units, a size such as "512MiB" of one slot, or a Budget.
 
@@ -490,15 +490,16 @@ def budget_from(value: int | str | Budget, shape: ModelShape, chunk_size: int, *
         ConfigError: none of these, or a size too small for a single unit per head, or too large for any model.
     """
     if isinstance(value, Budget):
-        if sinks is not None or stabilizers is not None:
-            raise ConfigError("sinks and stabilizers were given beside a Budget; expected them inside it")
+        if sinks is not None or stabilizers is not None or by_head:
+            raise ConfigError("sinks, stabilizers or by_head were given beside a Budget; expected them inside it")
         return value
 
     def budget_of(units: int) -> Budget:
         least = min(shares) * len(shares) / sum(shares) if shares else 1.0
         smallest = math.floor(min(units, MOST_UNITS) * least)
         return Budget(units=units, sinks=min(4, units // 8, smallest // 4) if sinks is None else sinks,
-                      stabilizers=min(32, units // 8, smallest // 3) if stabilizers is None else stabilizers)
+                      stabilizers=min(32, units // 8, smallest // 3) if stabilizers is None else stabilizers,
+                      by_head=by_head)
 
     if isinstance(value, str):
         match = _SIZE.match(value)

@@ -13,7 +13,7 @@ from locret_stream.config import LEAST_OF_HEAD, ModelShape, StreamConfig, check_
 from locret_stream.errors import ConfigError
 from locret_stream.kernels import select_by_threshold, uses_triton
 from locret_stream.models import Attachment, Foreseen, RopeTables
-from locret_stream.policies import Policy
+from locret_stream.policies import Policy, can_share
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +152,7 @@ def _expect_headwise(config: StreamConfig, policy: Policy, shape: ModelShape, fa
     if not policy.bounded:
         raise ConfigError(f"budget: policy {policy.name!r} never evicts, so that no head leaves a unit to another; "
                           "expected by_head=False")
-    if policy.stateful or policy.scope != "head":
+    if not can_share(policy):
         raise ConfigError("budget: by_head compares the scores of a layer's heads, each given once, and policy "
                           f"{policy.name!r} scores units again, or for all heads together; expected 'locret' or "
                           "'kvzap'")
