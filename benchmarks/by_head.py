@@ -1,7 +1,7 @@
 """What budgets by head buy: facts that are answered from as many units, divided in four ways.
 
-SmolLM2 with its heads: `--facts` facts in sentences among the lines of a text of `--tokens` tokens, each asked in a copy
-of the memory: how likely is its value, token by token. `--units` per KV head, the mean over the model, divided
+SmolLM2 with its heads: `--facts` facts in sentences among the lines of a text of `--tokens` tokens, each asked in a
+copy of the memory: how likely is its value, token by token. `--units` per KV head, the mean over the model, divided
 
     uniform      as many for every layer and head
     pyramid      falling from the first layer to the last (PyramidKV), as many for every head of a layer
@@ -127,7 +127,8 @@ def kept_by(bench: Bench, units: int) -> list[list[int]]:
         assert isinstance(state.store, HeadwiseStore)
         if state.seen > 4 * units:
             held = [list(counts) for counts in state.store.of_heads]
-            sums = [[a + b for a, b in zip(*pair, strict=True)] for pair in zip(sums, held, strict=True)] or held
+            sums = held if not sums else [[a + b for a, b in zip(*pair, strict=True)]
+                                          for pair in zip(sums, held, strict=True)]
             commits += 1
 
     engine.commit = counted  # type: ignore[method-assign]
