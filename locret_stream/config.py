@@ -21,6 +21,7 @@ from locret_stream.host_tier import HostTier
 
 POLICY_NAMES = ("full", "h2o", "infllm", "keydiff", "kvzap", "locret", "nacl", "random", "scissorhands", "sirllm",
                 "snapkv", "streaming_llm", "tova", "trimkv")  # their classes, which need torch, are in `policies`
+LEAST_OF_HEAD = 0.2  # of an equal part, where the heads of a layer share its units (arXiv:2407.11550, section 4)
 ALLOCATIONS = ("auto", "adaptive", "uniform", "pyramid")
 MOST_SHARES = 1e100  # the sum of all shares stays below: keeps share × units finite
 MOST_UNITS = 2**31 - 1  # in a layer: the largest 32-bit index
@@ -162,6 +163,9 @@ class Budget(msgspec.Struct, frozen=True, kw_only=True):
             "adaptive" (by those shares, or an error), "uniform", "pyramid" (units beside the protected ones fall
             linearly from the first layer to the last; PyramidKV, arXiv:2406.02069, section 4.2, beta = 20), or
             relative shares, one per layer.
+        by_head: whether the KV heads of a layer share its H * b_l units, which then go to the highest scores of all of
+            them, with a floor of `LEAST_OF_HEAD` of an equal part for each head (AdaKV, arXiv:2407.11550). For policies
+            that score every unit once, as locret; in layers without a sliding window.
 
     Raises:
         ConfigError: values that cannot work together.
@@ -171,6 +175,7 @@ class Budget(msgspec.Struct, frozen=True, kw_only=True):
     sinks: int = 4
     stabilizers: int = 32
     allocation: str | tuple[float, ...] = "auto"
+    by_head: bool = False
 
     def __post_init__(self) -> None:
         for name in ("units", "sinks", "stabilizers"):
@@ -477,7 +482,7 @@ def unit_bytes(unit: UnitShape, item_bytes: int, planes: int = 1, *, key_copies:
 
 
 def budget_from(value: int | str | Budget, shape: ModelShape, chunk_size: int, *, sinks: int | None = None,
-                stabilizers: int | None = None, shares: tuple[float, ...] | None = None,
+                stabilizers: int | None = None, by_head: bool = False, shares: tuple[float, ...] | None = None,
                 per_unit: tuple[UnitBytes, ...] | None = None) -> Budget:
     """The Budget for what a user may give: units, a size such as "512MiB" of one slot, or a Budget.
 
@@ -491,15 +496,16 @@ def budget_from(value: int | str | Budget, shape: ModelShape, chunk_size: int, *
         ConfigError: none of these, or a size too small for a single unit per head, or too large for any model.
     """
     if isinstance(value, Budget):
-        if sinks is not None or stabilizers is not None:
-            raise ConfigError("sinks and stabilizers were given beside a Budget; expected them inside it")
+        if sinks is not None or stabilizers is not None or by_head:
+            raise ConfigError("sinks, stabilizers or by_head were given beside a Budget; expected them inside it")
         return value
 
     def budget_of(units: int) -> Budget:
         least = min(shares) * len(shares) / sum(shares) if shares else 1.0
         smallest = math.floor(min(units, MOST_UNITS) * least)
         return Budget(units=units, sinks=min(4, units // 8, smallest // 4) if sinks is None else sinks,
-                      stabilizers=min(32, units // 8, smallest // 3) if stabilizers is None else stabilizers)
+                      stabilizers=min(32, units // 8, smallest // 3) if stabilizers is None else stabilizers,
+                      by_head=by_head)
 
     if isinstance(value, str):
         match = _SIZE.match(value)

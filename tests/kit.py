@@ -67,14 +67,15 @@ def build(policy: str, *, on: PreTrainedModel | None = None, attn: str = "auto",
           sinks: int = 2, stabilizers: int = 3, slots: int = 4, allocation: str | tuple[float, ...] = "uniform",
           heads: RetainingHeads | None = None, store_bits: int | tuple[int, int] | None = None,
           decode_copy: bool = False, given_means: bool = False, exact: HostTier | None = None,
-          **knobs: float | str) -> Engine:
+          by_head: bool = False, **knobs: float | str) -> Engine:
     """A small engine of that policy, with random heads if it takes any. LOCRET_TEST_STORE_BITS=4 is the default of
     `store_bits`, to hold all laws for codes; `given_means`: with means of keys as heads have them."""
     attachment = attach(on or model(), attn)
     heads = heads or (random_heads(attachment, policy=policy) if policy in WITH_HEADS else None)
-    config = StreamConfig(budget=Budget(units=units, sinks=sinks, stabilizers=stabilizers, allocation=allocation),
-                          chunk_size=chunk_size, policy=policy, knobs=knobs, store_bits=check_store_bits(
-                              store_bits or int(os.environ.get("LOCRET_TEST_STORE_BITS", "16"))), exact=exact)
+    budget = Budget(units=units, sinks=sinks, stabilizers=stabilizers, allocation=allocation, by_head=by_head)
+    bits = store_bits or int(os.environ.get("LOCRET_TEST_STORE_BITS", "16"))
+    config = StreamConfig(budget=budget, chunk_size=chunk_size, policy=policy, knobs=knobs,
+                          store_bits=check_store_bits(bits), exact=exact)
     return Engine(attachment, config, make_policy(policy, knobs, heads), slots, decode_copy=decode_copy,
                   key_means=random_means(attachment) if given_means else None)
 

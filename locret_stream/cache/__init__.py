@@ -1,17 +1,21 @@
 """Where units live: one preallocated pool per runtime, and the store of one slot. Knows no policy."""
 
 from locret_stream.cache.buffers import stored_row
+from locret_stream.cache.headwise_store import NOWHERE, HeadwiseStore
 from locret_stream.cache.pool import Pool
 from locret_stream.cache.quantised_store import QuantisedStore
 from locret_stream.cache.states import StateTensor
 from locret_stream.cache.tiered_store import TieredStore
 from locret_stream.cache.unit_store import UnitStore
 
-__all__ = ["Pool", "QuantisedStore", "StateTensor", "TieredStore", "UnitStore", "store_of", "stored_row"]
+__all__ = ["NOWHERE", "HeadwiseStore", "Pool", "QuantisedStore", "StateTensor", "TieredStore", "UnitStore", "store_of",
+           "stored_row"]
 
 
 def store_of(pool: Pool, slot: int) -> UnitStore:
     """The store of one slot, without units."""
     if pool.tier is not None:
         return TieredStore(pool, slot)
+    if any(pool.headwise):
+        return HeadwiseStore(pool, slot)
     return QuantisedStore(pool, slot) if pool.quantised else UnitStore(pool, slot)

@@ -63,6 +63,8 @@ class Pool:
         decode_copy: whether each layer of codes has a scratch of its own, so that what one slot read stays read.
         states: the tensors of the model's recurrent state.
         tier: how exact units in the host's memory serve units that are codes; None: there are none.
+        headwise: of each layer, whether its KV heads share their budget (see `cache.headwise_store`), [L]: its buffers
+            have the rows of all heads one after another, as if of one head.
 
     Attributes:
         residuals: of each layer, how many of the last committed units are exact on the device at most, [L].
@@ -75,8 +77,10 @@ class Pool:
                  rope: tuple[bool, ...], planes: int, dtype: torch.dtype,
                  device: torch.device | Sequence[torch.device], store_bits: tuple[int, int] = (16, 16),
                  firsts: Sequence[int] = (), key_means: Tensor | None = None, decode_copy: bool = False,
-                 states: Sequence[StateTensor] = (), tier: HostTier | None = None):
+                 states: Sequence[StateTensor] = (), tier: HostTier | None = None, headwise: Sequence[bool] = ()):
         assert tier is None or store_bits != (16, 16), "units that are exact on the device need no copy"
+        self.headwise = tuple(headwise) or (False,) * len(budgets)
+        assert store_bits == (16, 16) or not any(self.headwise), "codes lie head by head in equal rooms"
         self.shape, self.budgets, self.chunk_size, self.slots = shape, budgets, chunk_size, slots
         self.store_bits, self.quantised, self.dtype = store_bits, store_bits != (16, 16), dtype
         self.states = StateBuffers(states, slots)
@@ -97,6 +101,8 @@ class Pool:
         self.layers: list[LayerBuffers] = []
         for layer, (unit, units, device) in enumerate(zip(shape.units, budgets, devices, strict=True)):
             heads, room = unit.kv_heads, units + chunk_size
+            if self.headwise[layer]:
+                heads, room = 1, heads * room
             scores = torch.zeros(slots, planes, heads, room, dtype=torch.float32, device=device)
             positions = torch.zeros(slots, heads, room, dtype=torch.int64, device=device)
             if self.quantised:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from locret_stream.cache.buffers import QuantisedBuffers
 from locret_stream.cache.pool import Pool
-from locret_stream.cache.unit_store import Rotate, UnitStore
+from locret_stream.cache.unit_store import Keep, Rotate, UnitStore
 from locret_stream.kernels import compact_units, dequantise_units, quantise_units, slot_units
 
 _LATE = 16  # units of a layer that `append` keeps before it writes them
@@ -195,7 +195,7 @@ class QuantisedStore(UnitStore):
                  for part, (bits, _, _, means) in zip((keys, values), self._parts(layer), strict=True)]
         return coded[0], coded[1]
 
-    def commit(self, layer: int, first_position: int, new: int, scores: Tensor, keep: Tensor | None,
+    def commit(self, layer: int, first_position: int, new: int, scores: Tensor, keep: Keep | None,
                rotate: Rotate) -> None:
         """Code the last `new` written units, and keep of all units those at the ranks `keep`; as `UnitStore.commit`."""
         self._write_late(layer)
@@ -214,6 +214,7 @@ class QuantisedStore(UnitStore):
         joined = joined[:len(buffers.moved)]
         kept = total
         if keep is not None:
+            assert isinstance(keep, Tensor), "every head keeps as many"
             kept = keep.shape[1]
             compact_units([*joined, *buffers.scores[slot, :, :, :total], positions[:, :total]], keep, buffers.scratch)
         for rows, moved in zip(buffers.moved, joined, strict=True):
@@ -236,7 +237,7 @@ class QuantisedStore(UnitStore):
         self.counts, self.fronts = list(other.counts), list(other.fronts)
         self._copy_state(other)
 
-    def put_in_front(self, layer: int, units: tuple[Tensor, Tensor] | None, keep: Tensor, front: int,
+    def put_in_front(self, layer: int, units: tuple[Tensor, Tensor] | None, keep: Keep, front: int,
                      rotate: Rotate) -> None:
         """As of `UnitStore`."""
         self._changed(layer)

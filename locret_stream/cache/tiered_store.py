@@ -19,7 +19,7 @@ from locret_stream.cache.buffers import Dense
 from locret_stream.cache.host import HostRows, HotUnits
 from locret_stream.cache.pool import Pool
 from locret_stream.cache.quantised_store import QuantisedStore
-from locret_stream.cache.unit_store import Rotate, UnitStore
+from locret_stream.cache.unit_store import Keep, Rotate, UnitStore
 from locret_stream.kernels import slot_units
 
 RotateAt = Callable[[int, Tensor, Tensor], Tensor]
@@ -190,13 +190,14 @@ class TieredStore(QuantisedStore):
             return super().rows(layer, count)
         return self._exact(layer, slice(count))
 
-    def commit(self, layer: int, first_position: int, new: int, scores: Tensor, keep: Tensor | None,
+    def commit(self, layer: int, first_position: int, new: int, scores: Tensor, keep: Keep | None,
                rotate: Rotate) -> None:
         """As of `UnitStore`; the host gets those of the new units that are kept."""
         self._write_late(layer)
         self.cool([layer])
         buffers, count, tail = self._buffers(layer), self.counts[layer], self.pool.tails[layer]
         heads = buffers.exact_keys.shape[1]
+        assert keep is None or isinstance(keep, Tensor), "every head keeps as many"
         ranks = torch.arange(count + new).expand(heads, -1) if keep is None else keep.to("cpu")
         self._take(layer, ranks, count, *(rows[self.slot, :, tail:tail + new]
                                           for rows in (buffers.exact_keys, buffers.exact_values)))
@@ -244,9 +245,10 @@ class TieredStore(QuantisedStore):
                 tensor[self.slot] = tensor[other.slot]
         self._hot = [(count, object()) for count in other.hot]
 
-    def put_in_front(self, layer: int, units: tuple[Tensor, Tensor] | None, keep: Tensor, front: int,
+    def put_in_front(self, layer: int, units: tuple[Tensor, Tensor] | None, keep: Keep, front: int,
                      rotate: Rotate) -> None:
         """As of `UnitStore`."""
+        assert isinstance(keep, Tensor), "every head keeps as many"
         self.cool([layer])
         self._put_host_in_front(layer, units, keep.to("cpu"))
         super().put_in_front(layer, units, keep, front, rotate)

@@ -16,6 +16,8 @@ from locret_stream.kernels import compact_units
 
 Rotate = Callable[[int, Tensor, int, Tensor], Tensor]
 """Applies RoPE: (layer, keys [1, H, T, D], rank of the first, where to write the rotated keys) -> these."""
+Keep = Tensor | Sequence[Tensor]
+"""Ascending ranks of the units that stay: [H, n], or [n_h] of each head where the heads share a budget."""
 
 
 class UnitStore:
@@ -28,6 +30,10 @@ class UnitStore:
     def __init__(self, pool: Pool, slot: int):
         self.pool, self.slot = pool, slot
         self.counts, self.fronts = [0] * len(pool.layers), [0] * len(pool.layers)
+
+    def held(self, layer: int) -> int:
+        """Committed units per KV head of a layer: the mean, rounded up, where its heads share a budget."""
+        return self.counts[layer]
 
     def write(self, layer: int, start: int, keys: Tensor, values: Tensor, rotate: Rotate) -> None:
         """Write new units [1, H, T, D] at ranks start .. start+T-1, which must lie behind the committed ones."""
@@ -71,7 +77,7 @@ class UnitStore:
         """Absolute positions of the committed units, [H, n] int64, ascending."""
         return self.pool.layers[layer].positions[self.slot, :, :self.counts[layer]]
 
-    def commit(self, layer: int, first_position: int, new: int, scores: Tensor, keep: Tensor | None,
+    def commit(self, layer: int, first_position: int, new: int, scores: Tensor, keep: Keep | None,
                rotate: Rotate) -> None:
         """Commit the last `new` written units, and keep of all units those at the ranks `keep`.
 
@@ -88,6 +94,7 @@ class UnitStore:
         if keep is None:
             self.counts[layer] = total
             return
+        assert isinstance(keep, Tensor), "every head keeps as many"
         budget = keep.shape[1]
         compact_units([*(rows[self.slot, :, :total] for rows in buffers.moved),
                        *buffers.scores[self.slot, :, :, :total], positions[:, :total]], keep, buffers.scratch)
@@ -97,19 +104,25 @@ class UnitStore:
 
     def copy_from(self, other: UnitStore, tail: int = 0) -> None:
         """Copy another slot of the same pool: its committed units and the first `tail` units written behind them."""
-        for buffers, count in zip(self.pool.layers, other.counts, strict=True):
+        for layer, buffers in enumerate(self.pool.layers):
+            used = other._used(layer, tail)
             for tensor in buffers.tensors:
                 axis = -1 if tensor is buffers.scores or tensor is buffers.positions else -2
-                tensor[self.slot].narrow(axis, 0, count + tail).copy_(tensor[other.slot].narrow(axis, 0, count + tail))
+                tensor[self.slot].narrow(axis, 0, used).copy_(tensor[other.slot].narrow(axis, 0, used))
         self.counts, self.fronts = list(other.counts), list(other.fronts)
         self._copy_state(other)
 
-    def put_in_front(self, layer: int, units: tuple[Tensor, Tensor] | None, keep: Tensor, front: int,
+    def _used(self, layer: int, tail: int) -> int:
+        """The rows from the first one on in which committed units lie, and `tail` behind them."""
+        return self.counts[layer] + tail
+
+    def put_in_front(self, layer: int, units: tuple[Tensor, Tensor] | None, keep: Keep, front: int,
                      rotate: Rotate) -> None:
         """Write units (K before RoPE and V, [1, H, q, D] each; None for none) at the first ranks of a layer, and behind
         them those of its units that are kept: those of the ascending ranks `keep` [H, n]. Then the first `front` are of
         a focus."""
         buffers, slot = self.pool.layers[layer], self.slot
+        assert isinstance(keep, Tensor), "every head keeps as many"
         new = 0 if units is None else units[0].shape[2]
         total = new + keep.shape[1]
         assert total <= buffers.keys.shape[2]
@@ -170,28 +183,31 @@ class UnitStore:
         """Copies of the committed units of each layer l, without those of a focus: `l.keys`, `l.values` [H, n, D],
         `l.scores` [P, H, n], `l.positions` [H, n]; and what `beside` has."""
         out = self.beside()
-        for layer, (buffers, count, front) in enumerate(zip(self.pool.layers, self.counts, self.fronts, strict=True)):
+        for layer, (count, front) in enumerate(zip(self.counts, self.fronts, strict=True)):
             for part, rows in zip(("keys", "values"), self.rows(layer, count), strict=True):
                 out[f"{layer}.{part}"] = rows[:, front:].clone()
-            out[f"{layer}.scores"] = buffers.scores[self.slot, :, :, front:count].clone()
-            out[f"{layer}.positions"] = buffers.positions[self.slot, :, front:count].clone()
+            out[f"{layer}.scores"] = self.scores(layer)[..., front:].clone()
+            out[f"{layer}.positions"] = self.positions(layer)[:, front:].clone()
         return out
 
     def load(self, units: Mapping[str, Tensor], rotate: Rotate,
              fronts: Sequence[tuple[Tensor, Tensor] | None] = ()) -> None:
         """Write what `export` gave, behind the units `fronts[l]` (see `put_in_front`). The caller has checked all
         shapes."""
-        for layer, buffers in enumerate(self.pool.layers):
-            keys = units[f"{layer}.keys"].to(buffers.keys.device)
-            front = self._write_front(layer, fronts[layer] if fronts else None)
-            count = front + keys.shape[1]
-            for part, rows in zip(("keys", "values"), buffers.moved, strict=False):
-                rows[self.slot, :, front:count] = units[f"{layer}.{part}"]
-            buffers.scores[self.slot, :, :, front:count] = units[f"{layer}.scores"]
-            buffers.positions[self.slot, :, front:count] = units[f"{layer}.positions"]
-            if buffers.rotated is not buffers.keys and count:
-                rotate(layer, self.keys(layer, count), 0, self.rotated(layer, count))
-            self.counts[layer], self.fronts[layer] = count, front
+        for layer in range(len(self.counts)):
+            self._load(layer, units, rotate, fronts[layer] if fronts else None)
         forms = self.pool.states.forms
         if forms and forms[0].name in units:
             self.keep_state([units[form.name][None] for form in forms], provisional=False)
+
+    def _load(self, layer: int, units: Mapping[str, Tensor], rotate: Rotate, front_units: tuple[Tensor, Tensor] | None
+              ) -> None:
+        buffers, front = self.pool.layers[layer], self._write_front(layer, front_units)
+        count = front + units[f"{layer}.keys"].shape[1]
+        for part, rows in zip(("keys", "values"), buffers.moved, strict=False):
+            rows[self.slot, :, front:count] = units[f"{layer}.{part}"]
+        buffers.scores[self.slot, :, :, front:count] = units[f"{layer}.scores"]
+        buffers.positions[self.slot, :, front:count] = units[f"{layer}.positions"]
+        if buffers.rotated is not buffers.keys and count:
+            rotate(layer, self.keys(layer, count), 0, self.rotated(layer, count))
+        self.counts[layer], self.fronts[layer] = count, front

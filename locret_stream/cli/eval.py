@@ -19,6 +19,7 @@ from locret_stream.cli.loading import load
 from locret_stream.cli.options import (
     USUAL_BUDGET,
     Acknowledge,
+    ByHead,
     Chunk,
     Device,
     Dtype,
@@ -106,6 +107,7 @@ def evaluate(
         "auto (the shares that come with the policy's heads, of a policy without heads those of locret, else the same "
         "for each layer), adaptive (those, or an error), uniform, pyramid, or shares such as 1,4,1,1; may be given "
         "more than once."))] = None,
+    by_head: ByHead = False,
     knob: Annotated[list[str] | None, typer.Option(metavar="POLICY.NAME=VALUE", help=(
         "A policy's own setting; given again, another value of it."))] = None,
     store_bits: Annotated[list[int] | None, typer.Option(show_default="16", help=(
@@ -142,7 +144,8 @@ def evaluate(
                 files=tuple(file or ()), raw=raw, budgets=tuple(budget or ()), lengths=tuple(length or USUAL.lengths),
                 questions=questions, chunk_size=chunk_size, sinks=sinks, stabilizers=stabilizers,
                 allocations=tuple(allocation or USUAL.allocations), knobs=tuple(knob or ()), focus=focus, text=text,
-                store_bits=tuple(store_bits or USUAL.store_bits), exact=exact_of(exact, exact_units))
+                store_bits=tuple(store_bits or USUAL.store_bits), exact=exact_of(exact, exact_units),
+                by_head=by_head)
             summary |= run(request, to, plots, acknowledge, device=device, dtype=dtype)
         written = write_reports(to, plots)
         summary["reports"] = msgspec.to_builtins(written.reports)

@@ -569,7 +569,7 @@ class StreamingContext:
         session, engine = self._live, self._services.engine
         shape, state, index = engine.shape, session.state, session.index
         return Memory(tokens=state.position, pending=len(state.pending), buffered=session.buffered.size,
-                      units=tuple(state.store.counts),
+                      units=tuple(map(state.store.held, range(shape.layers))),
                       capacity=tuple(units + engine.chunk_size for units in engine.budgets),
                       peak=tuple(state.peaks),
                       bytes_resident=0 if session.swapped_out else engine.pool.slot_bytes,

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from locret_stream.cache import UnitStore, store_of
+from locret_stream.cache import HeadwiseStore, UnitStore, store_of
 from locret_stream.config import StreamConfig
 from locret_stream.engine import serialisation
 from locret_stream.engine.attention import Attention
@@ -74,11 +74,16 @@ class Engine:
         return self.pool.bytes_resident + self.layout.tables.bytes_resident + self.attention.bytes_resident
 
     @property
+    def most_units(self) -> tuple[int, ...]:
+        """The most units that a KV head of each layer keeps, [L]."""
+        return tuple(map(self.layout.most_of_head, range(self.shape.layers)))
+
+    @property
     def geometry(self) -> Geometry:
         """What a unit's K and V are in snapshots."""
         dtype, layers = self.attachment.dtype, self.layout.stored_rows
         return Geometry(tuple((unit.kv_heads, *rows) for unit, rows in zip(self.shape.units, layers, strict=True)),
-                        torch.uint8 if self.config.stores_codes else dtype)
+                        torch.uint8 if self.config.stores_codes else dtype, self.layout.headwise)
 
     def replace_policy(self, policy: Policy) -> None:
         """Score with another policy from now on, which must declare and protect the same as the one before."""
@@ -131,11 +136,11 @@ class Engine:
         whole, early = self._rooms(state, share)
         with state.broken_by_failure():
             state.forget_units()
-            for layer, count in enumerate(state.store.counts):
+            for layer in range(self.shape.layers):
                 most = self._thinned(layer, share, len(state.focus))
-                if count > most and not self.shape.units[layer].sliding:
+                if state.store.held(layer) > most and not self.shape.units[layer].sliding:
                     sinks, stabilizers = self.layout.protection_of(layer, len(state.focus), most)
-                    keep = select_units(state.store.scores(layer)[0], most, sinks, stabilizers)
+                    keep = self._best(state, layer, state.store.scores(layer)[0], most, sinks, stabilizers)
                     state.store.put_in_front(layer, None, keep, len(state.focus), self.layout.tables.rotate)
         if whole < reading <= early and 0 < len(state.pending) < self.chunk_size:
             self._commit(state, len(state.pending))
@@ -287,7 +292,7 @@ class Engine:
         scorer = Scorer(self.layout, self.attachment.logits, state)
         hidden, carried = self._forward(state, ids, 0, scorer)
         scores = scorer.finish(ids, hidden)
-        keeps = [self._keep(layer, total, len(state.focus)) for layer, total in enumerate(scores)]
+        keeps = [self._keep(state, layer, total, len(ids)) for layer, total in enumerate(scores)]
         with state.broken_by_failure():
             for layer, total in enumerate(scores):
                 state.store.commit(layer, state.seen, len(ids), total, keeps[layer], self.layout.tables.rotate)
@@ -347,8 +352,8 @@ class Engine:
             else:
                 self.decoder.run([state])
         assert state.tail_logits is not None
-        state.peaks = [max(peak, count + state.provisional)
-                       for peak, count in zip(state.peaks, state.store.counts, strict=True)]
+        state.peaks = [max(peak, state.store.held(layer) + state.provisional)
+                       for layer, peak in enumerate(state.peaks)]
         return state.tail_logits
 
     def _read(self, state: EngineState, until: int) -> None:
@@ -444,7 +449,12 @@ class Engine:
             total = start + new
             if call.keeps:
                 store.write(layer, start, call.own_k, call.v, self.layout.tables.rotate)
-            state.peaks[layer] = max(state.peaks[layer], total)
+            state.peaks[layer] = max(state.peaks[layer], store.held(layer) + offset + new)
+            if self.layout.headwise[layer]:
+                if scorer is not None and call.keeps:
+                    scorer.see(call, call.q, call.own_k[0, :, :0], call.k, None)
+                assert isinstance(store, HeadwiseStore), "heads share a budget in no other"
+                return self.attention.attend_headwise(call, store.heads(layer, offset + new))
             q = self.layout.tables.rotate_queries(layer, call.q, start)
             keys, k, v = store.attended(layer, total, self.layout.tables.rotate)
             if self.layout.on_load[layer]:
@@ -461,13 +471,22 @@ class Engine:
     def _focus_units(self, ids: Sequence[int]) -> Units:
         return units_of(self.layout, self.attachment, self.attention, ids)
 
-    def _keep(self, layer: int, scores: Tensor, focus_count: int) -> Tensor | None:
-        """Ranks that stay, [H, B], or None where all units fit. Layers with a sliding window keep their last units."""
-        if scores.shape[-1] <= self.budgets[layer]:
+    def _keep(self, state: EngineState, layer: int, scores: Tensor, new: int) -> Tensor | list[Tensor] | None:
+        """Ranks that stay of a layer's units and `new` ones, [H, B], or of each head where the heads share a budget;
+        None where all units fit. Layers with a sliding window keep their last units."""
+        store, most = state.store, self.layout.most_of_head(layer)
+        if store.held(layer) + new <= self.budgets[layer] and store.counts[layer] + new <= most:
             return None
-        sinks, stabilizers = self.layout.protection_of(layer, focus_count)
+        sinks, stabilizers = self.layout.protection_of(layer, len(state.focus))
         rank_by = torch.zeros_like(scores[0]) if self.shape.units[layer].sliding else scores[0]
-        return select_units(rank_by, self.budgets[layer], sinks, stabilizers)
+        return self._best(state, layer, rank_by, self.budgets[layer], sinks, stabilizers)
+
+    def _best(self, state: EngineState, layer: int, scores: Tensor, units: int, sinks: int, stabilizers: int
+              ) -> Tensor | list[Tensor]:
+        """`select_units` of scores [H, N], or of each head `Layout.select` where the heads share a budget."""
+        if not isinstance(state.store, HeadwiseStore) or not self.layout.headwise[layer]:
+            return select_units(scores, units, sinks, stabilizers)
+        return self.layout.select(layer, state.store.split(layer, scores), units, sinks, stabilizers)
 
 
 def _longer_focus(state: EngineState) -> int:

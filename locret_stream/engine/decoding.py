@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from locret_stream.cache import Pool, QuantisedStore, UnitStore
+from locret_stream.cache import HeadwiseStore, Pool, QuantisedStore, UnitStore
 from locret_stream.engine.layout import Layout
 from locret_stream.engine.state import EngineState
 from locret_stream.kernels import decode_attention, slot_units
@@ -61,6 +61,13 @@ class Decoder:
                  for layer, (budget, unit) in enumerate(zip(layout.budgets, layout.shape.units, strict=True))]
         self.kinds = [kinds.index(kind) for kind in kinds]
         self._went_on = False  # whether recurrent states were written in the step that runs
+        # Of each layer whose heads share a budget, the first of the rows of a batch that say where its heads lie.
+        self._heads_at: dict[int, int] = {}
+        at = 3 + layout.shape.layers
+        for layer, unit in enumerate(layout.shape.units):
+            if layout.headwise[layer]:
+                self._heads_at[layer] = at
+                at += 2 * unit.kv_heads
         self.zeros = {device: torch.zeros(1, dtype=torch.int64, device=device) for device in pool.devices}
 
     def run(self, states: Sequence[EngineState]) -> None:
@@ -109,6 +116,8 @@ class Decoder:
         for layer in range(self.layout.shape.layers):
             rows.append([store.counts[layer] + count for store, count in zip(stores, counts, strict=True)])
         rows.append([max(ranks) for ranks in zip(*rows[2:], strict=True)])
+        for layer in self._heads_at:
+            rows += _rows_of_heads(stores, counts, layer)
         if self._in_blocks:
             rows.append([state.seen + count for state, count in zip(states, counts, strict=True)])
         device = self.attachment.device
@@ -144,8 +153,9 @@ class Decoder:
         return self._graphs.get(size)
 
     def _forward(self, batch: Tensor) -> Tensor:
-        """batch [3 + L, A] int64: ids, slots, for every layer the rank that the new unit gets, and the largest of
-        these; last, where some layer sees blocks, the tokens' positions in the stream. Logits [A, vocab] fp32."""
+        """batch [3 + L + ..., A] int64: ids, slots, for every layer the rank that the new unit gets, and the largest of
+        these; of layers whose heads share a budget what `_rows_of_heads` gives; last, where some layer sees blocks, the
+        tokens' positions in the stream. Logits [A, vocab] fp32."""
         layout, attachment, pool, tables = self.layout, self.attachment, self.pool, self.layout.tables
         kinds = self.kinds
         shared: dict[int, tuple[Tensor, Tensor, Tensor, tuple[Tensor, ...] | None, int | Tensor | None]] = {}
@@ -175,12 +185,37 @@ class Decoder:
                                     window=window, softcap=call.softcap, sink_logits=call.sink_logits)
 
         def choosing(call: LayerCall) -> Attended:
-            if call.asked is None:
+            if call.asked is None and call.layer not in self._heads_at:
                 return step(call)
             here = batch.to(attachment.places[call.layer].device)
+            if call.layer in self._heads_at:
+                return self._attend_headwise(call, here)
             return self._attend_chosen(call, here[1], here[2 + call.layer])
 
-        return self._logits(batch, choosing if self._chooses else step)
+        return self._logits(batch, choosing if self._chooses or self._heads_at else step)
+
+    def _attend_headwise(self, call: LayerCall, batch: Tensor) -> Tensor:
+        """Attention in a layer whose heads share a budget: each head of a context is a context of one head."""
+        layer, tables, buffers = call.layer, self.layout.tables, self.pool.layers[call.layer]
+        (contexts, query_heads, _, dim), heads = call.q.shape, self.layout.shape.units[layer].kv_heads
+        at = self._heads_at[layer]
+        firsts, ranks = (batch[start:start + heads].t().reshape(-1) for start in (at, at + heads))
+        slots = batch[1].repeat_interleave(heads)
+        k, v = (part.reshape(contexts * heads, 1, 1, part.shape[-1]) for part in (call.k, call.v))
+        both = torch.cat([call.q.reshape(contexts * heads, query_heads // heads, 1, dim), k], dim=1)
+        turned = tables.rotate_each(layer, both, tables.turns(layer, ranks))
+        if call.keeps:
+            buffers.write_each(slots, firsts + ranks, k, turned[:, -1:], v)
+        q, cos, sin = turned[:, :-1], None, None
+        if self.layout.on_load[layer]:
+            pair = tables.layers[layer]
+            assert pair is not None, "kernels rotate keys on read only in layers with RoPE"
+            cos, sin = pair[0][0], pair[1][0]
+        sinks = call.sink_logits
+        out = decode_attention(q, buffers.rotated, buffers.values, slots, ranks + 1, call.scale, firsts=firsts, cos=cos,
+                               sin=sin, softcap=call.softcap, sink_logits=sinks if sinks is None else
+                               sinks.view(heads, -1).repeat(contexts, 1))
+        return out.reshape(contexts, query_heads, 1, out.shape[-1])
 
     def _attend_chosen(self, call: LayerCall, slots: Tensor, ranks: Tensor) -> Tensor:
         """Attention in a layer with an index: of each context by itself."""
@@ -243,6 +278,17 @@ class Decoder:
             return torch.cat(out) if len(out) > 1 else out[0]
 
         return self._logits(batch, step)
+
+
+def _rows_of_heads(stores: Sequence[UnitStore], counts: Sequence[int], layer: int) -> list[list[int]]:
+    """Of A contexts with so many provisional units, in a layer whose heads share a budget: of each head the row of its
+    first unit in each slot, then the rank that each one's new unit gets; 2 * H rows of A."""
+    firsts, ranks = [], []
+    for store, count in zip(stores, counts, strict=True):
+        assert isinstance(store, HeadwiseStore), "heads share a budget in no other"
+        firsts.append(store.firsts(layer))
+        ranks.append([held + count for held in store.of_heads[layer]])
+    return [list(row) for rows in (firsts, ranks) for row in zip(*rows, strict=True)]
 
 
 class _Graph:

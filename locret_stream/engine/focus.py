@@ -16,6 +16,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from locret_stream.cache import HeadwiseStore
 from locret_stream.engine.attention import Attention
 from locret_stream.engine.layout import Layout
 from locret_stream.engine.state import EngineState
@@ -73,13 +74,18 @@ def put_in_front(layout: Layout, state: EngineState, ids: Sequence[int], units: 
         if layout.shape.units[layer].sliding:
             continue
         store, old, new = state.store, len(state.focus), len(ids)
-        count, space = store.counts[layer] - old, layout.budgets[layer] - new
-        positions = store.positions(layer)
-        keep = torch.arange(old, old + count, device=positions.device).expand(len(positions), -1)
-        if count > space:
-            sinks, stabilizers = layout.protection_of(layer, new)
-            keep = select_units(store.scores(layer)[0, :, old:], space, sinks - new, stabilizers) + old
+        count, space, scores = store.held(layer) - old, layout.budgets[layer] - new, store.scores(layer)[0]
+        sinks, stabilizers = layout.protection_of(layer, new)
+        keep: Tensor | list[Tensor]
+        if isinstance(store, HeadwiseStore) and layout.headwise[layer]:
+            of_heads = [of_head[old:] for of_head in store.split(layer, scores)]
+            keep = [ranks + old for ranks in layout.select(layer, of_heads, min(count, space), sinks - new,
+                                                           stabilizers, front=new)]
+        else:
+            keep = torch.arange(old, old + count, device=scores.device).expand(len(scores), -1)
+            if count > space:
+                keep = select_units(scores[:, old:], space, sinks - new, stabilizers) + old
         store.put_in_front(layer, of_layer, keep, new, layout.tables.rotate)
-        state.peaks[layer] = max(state.peaks[layer], store.counts[layer])
+        state.peaks[layer] = max(state.peaks[layer], store.held(layer))
     state.forget_units()
     state.focus, state.next_focus, state.had_focus = list(ids), None, state.had_focus or bool(ids)

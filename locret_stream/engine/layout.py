@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from locret_stream.cache import Pool, StateTensor, stored_row
-from locret_stream.config import ModelShape, StreamConfig, check_codes, check_window
+from locret_stream.config import LEAST_OF_HEAD, ModelShape, StreamConfig, check_codes, check_window
 from locret_stream.errors import ConfigError
-from locret_stream.kernels import uses_triton
+from locret_stream.kernels import select_by_threshold, uses_triton
 from locret_stream.models import Attachment, Foreseen, RopeTables
-from locret_stream.policies import Policy
+from locret_stream.policies import Policy, can_share
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +28,7 @@ class Layout:
         on_load: for every layer, whether kernels apply RoPE as they read keys, so that no rotated keys are stored.
         dtype: of keys, values and hidden states.
         states: the tensors of the model's recurrent state.
+        headwise: for every layer, whether its KV heads share its budget.
         given_means: whether the means that codes of keys are without come with the heads, and not with each context.
     """
 
@@ -39,6 +41,7 @@ class Layout:
     on_load: tuple[bool, ...]
     dtype: torch.dtype
     states: tuple[StateTensor, ...]
+    headwise: tuple[bool, ...]
     given_means: bool
 
     @classmethod
@@ -48,8 +51,13 @@ class Layout:
         shape = attachment.shape
         budgets = config.budget.per_layer(shape, shares, most=shape.window - config.chunk_size)
         check_window(budgets, config.chunk_size, shape)
-        tables = attachment.tables(max(budgets) + config.chunk_size)
+        headwise = tuple(config.budget.by_head and unit.kv_heads > 1 and not unit.sliding for unit in shape.units)
+        most = max(units * unit.kv_heads if shares_units else units
+                   for units, unit, shares_units in zip(budgets, shape.units, headwise, strict=True))
+        tables = attachment.tables(min(most, shape.window - config.chunk_size) + config.chunk_size)
         policy.expect_declared()
+        if config.budget.by_head:
+            _expect_headwise(config, policy, shape, [layer for layer in tables.factors if headwise[layer]])
         check_codes(shape, config.store_bits)
         if config.exact is not None and shape.biased:
             raise ConfigError("exact: layers of this model add to logits what depends on ranks, which are read for one "
@@ -61,7 +69,7 @@ class Layout:
                      tuple(uses_triton(torch.empty(0, device=place.device)) for place in attachment.places),
                      tuple(pair is not None and attachment.rotates_on_load(layer) and not config.quantised
                            for layer, pair in enumerate(tables.layers)), attachment.dtype,
-                     attachment.states, given_means and config.quantised)
+                     attachment.states, headwise, given_means and config.quantised)
         for units, window, (sinks, stabilizers) in zip(budgets, shape.sliding, layout.protection, strict=True):
             if not window and sinks + stabilizers >= units:
                 raise ConfigError(f"policy {policy.name!r} protects {sinks} + {stabilizers} units of {units}; "
@@ -75,7 +83,7 @@ class Layout:
                     device=[place.device for place in attachment.places],
                     rope=tuple(copies == 2 for copies in attachment.key_copies), store_bits=self.config.store_bits,
                     firsts=self.firsts, key_means=key_means, decode_copy=decode_copy, states=self.states,
-                    tier=self.config.exact)
+                    tier=self.config.exact, headwise=self.headwise)
 
     @property
     def stored_rows(self) -> list[tuple[int, int]]:
@@ -104,6 +112,21 @@ class Layout:
         """`protection_of` every layer, without a focus."""
         return [self.protection_of(layer) for layer in range(self.shape.layers)]
 
+    def most_of_head(self, layer: int) -> int:
+        """The most units that a KV head of a layer keeps."""
+        if not self.headwise[layer]:
+            return self.budgets[layer]
+        return min(self.budgets[layer] * self.shape.units[layer].kv_heads, self.shape.window - self.chunk_size)
+
+    def select(self, layer: int, scores: Sequence[Tensor], units: int, sinks: int, stabilizers: int, *,
+               front: int = 0) -> list[Tensor]:
+        """The units that stay in a layer whose heads share a budget of `units` for each of them: of each head the
+        ascending ranks. `scores`: of each head, [N_h]; `front`: units that will stand in front of those that stay.
+        Others as of `select_units`."""
+        least = max(sinks + stabilizers, int(LEAST_OF_HEAD * units))
+        return select_by_threshold(scores, units * len(scores), least, self.most_of_head(layer) - front, sinks,
+                                   stabilizers)
+
     @property
     def firsts(self) -> tuple[int, ...]:
         """How many of the first units of each layer are kept exactly where the others are codes, [L]: those that always
@@ -119,3 +142,20 @@ class Layout:
         budget = self.config.budget
         return self.policy.protection(self.budgets[layer] if units is None else units, focus_count + budget.sinks,
                                       budget.stabilizers)
+
+
+def _expect_headwise(config: StreamConfig, policy: Policy, shape: ModelShape, factors: Sequence[int]) -> None:
+    """Raises ConfigError unless the heads of a layer can share its budget; `factors`: layers whose queries are
+    multiplied by numbers of their rank."""
+    if config.quantised:
+        raise ConfigError("budget: by_head is for units that are exact on the device; expected store_bits=16")
+    if not policy.bounded:
+        raise ConfigError(f"budget: policy {policy.name!r} never evicts, so that no head leaves a unit to another; "
+                          "expected by_head=False")
+    if not can_share(policy):
+        raise ConfigError("budget: by_head compares the scores of a layer's heads, each given once, and policy "
+                          f"{policy.name!r} scores units again, or for all heads together; expected 'locret' or "
+                          "'kvzap'")
+    if shape.biased or shape.chooses or factors:
+        raise ConfigError("budget: by_head gives a unit another rank in each head, and layers of this model use ranks "
+                          "beside RoPE; expected by_head=False")

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from locret_stream.cache import NOWHERE
 from locret_stream.engine.focus import Units, expect_focus
 from locret_stream.engine.layout import Layout
 from locret_stream.engine.state import MOST_PENDING, EngineState
@@ -72,7 +73,8 @@ def load(layout: Layout, state: EngineState, tensors: Mapping[str, Tensor],
     state.rounded = state.seen if layout.config.rounds else 0
     state.pending = tensors["pending"].tolist()
     state.committed_ids.extend(tensors["history"].tolist())
-    state.peaks = tensors["peaks"].tolist() if "peaks" in tensors else list(state.store.counts)
+    state.peaks = (tensors["peaks"].tolist() if "peaks" in tensors else
+                   [state.store.held(layer) for layer in range(layout.shape.layers)])
     if "last_hidden" in tensors:
         state.last_hidden = tensors["last_hidden"].to(last_device, copy=True)
     state.policy_state = {name: tensors[f"policy.{name}"].to(tensor.device, copy=True)
@@ -101,7 +103,11 @@ def expect_loadable(layout: Layout, tensors: Mapping[str, Tensor], fresh: Engine
     units_of: dict[tuple[int, int | None], int] = {}  # layers of equal budget and window have equally many units
     for layer, (budget, unit) in enumerate(zip(layout.budgets, shape.units, strict=True)):
         heads, kind = unit.kv_heads, (budget, unit.sliding)
-        units = units_of.setdefault(kind, _expected_units(tensors.get(f"{layer}.keys"), count, *kind, tensors, layout))
+        if layout.headwise[layer]:
+            units = _expected_of_most(tensors.get(f"{layer}.positions"), count, layer, layout)
+        else:
+            units = units_of.setdefault(kind, _expected_units(tensors.get(f"{layer}.keys"), count, *kind, tensors,
+                                                              layout))
         if layout.config.stores_codes:
             expected |= _expected_codes(layout, layer, units)
         else:
@@ -132,7 +138,9 @@ def expect_loadable(layout: Layout, tensors: Mapping[str, Tensor], fresh: Engine
             raise SnapshotCorrupt(f"{name!r} holds {len(ids)} ids; expected at most {most}, each below {shape.vocab}")
     for layer in range(shape.layers):
         positions = tensors[f"{layer}.positions"]
-        if positions.shape[1] and (int(positions.min()) < 0 or int(positions.max()) >= count
+        if layout.headwise[layer]:
+            _expect_headwise(layout, layer, positions, count)
+        elif positions.shape[1] and (int(positions.min()) < 0 or int(positions.max()) >= count
                                    or bool((positions.diff(dim=-1) <= 0).any())):
             raise SnapshotCorrupt(f"positions of layer {layer} do not ascend inside 0 to {count}")
     if "peaks" in tensors and not all(
@@ -165,6 +173,27 @@ def _expected_units(keys: Tensor | None, seen: int, budget: int, window: int | N
     most = min(seen, max(0, budget - focus.numel()))
     count = keys.shape[1] if keys is not None and keys.dim() == 3 else most
     return count if min(seen, protected + 1) <= count <= most else most
+
+
+def _expected_of_most(positions: Tensor | None, seen: int, layer: int, layout: Layout) -> int:
+    """How many units the head with most must have, in a layer whose heads share a budget: as many as are said, if they
+    can be so many."""
+    most = min(seen, layout.most_of_head(layer))
+    return min(positions.shape[1], most) if positions is not None and positions.dim() == 2 else most
+
+
+def _expect_headwise(layout: Layout, layer: int, positions: Tensor, seen: int) -> None:
+    """Raises SnapshotCorrupt unless the positions [H, n] of a layer whose heads share a budget ascend in each head up
+    to its last unit, and its heads together have no more units than it keeps."""
+    real = positions != NOWHERE
+    ascend = (positions.diff(dim=-1) > 0) | ~real[:, 1:]
+    held = int(real.sum())
+    if bool((real[:, 1:] & ~real[:, :-1]).any()) or not bool(ascend.all()) or (held and not (
+            0 <= int(positions[real].min()) and int(positions[real].max()) < seen)):
+        raise SnapshotCorrupt(f"positions of layer {layer} do not ascend inside 0 to {seen} in every KV head")
+    if held > layout.budgets[layer] * len(positions):
+        raise SnapshotCorrupt(f"layer {layer} has {held} units; expected at most {layout.budgets[layer]} for each of "
+                              f"its {len(positions)} KV heads, which share them")
 
 
 def _focus_in(tensors: Mapping[str, Tensor]) -> tuple[list[int], list[int] | None]:

@@ -26,7 +26,7 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
         length: tokens of each of its `streams`, whose numbers begin at first_seed; 0 for a file, whose documents have
             lengths of their own.
         policy: one of `POLICIES`, or "oracle" or "oracle_per_head"; with `knobs`.
-        units: the budget, None for everything. sinks, stabilizers, allocation: see `Budget`.
+        units: the budget, None for everything. sinks, stabilizers, allocation, by_head: see `Budget`.
         heads: folder of retaining heads, "" for none.
         store_bits: of a channel of the K and V that are kept; 16 keeps them as the model has them.
         exact: how exact units in the host's memory serve those in fewer bits.
@@ -49,6 +49,7 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
     file: str = ""
     store_bits: int = 16
     exact: HostTier | None = None
+    by_head: bool = False
 
     @property
     def seeds(self) -> range:
@@ -59,7 +60,8 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
     def budget(self) -> Budget | None:
         """None for everything."""
         return None if self.units is None else Budget(
-            units=self.units, sinks=self.sinks, stabilizers=self.stabilizers, allocation=self.allocation)
+            units=self.units, sinks=self.sinks, stabilizers=self.stabilizers, allocation=self.allocation,
+            by_head=self.by_head)
 
 
 class Origin(msgspec.Struct, frozen=True, kw_only=True):
@@ -144,6 +146,8 @@ def file_name(cell: Cell, origin: Origin) -> str:
         del content["store_bits"]  # results that were measured before there was another number keep their names
     if cell.exact is None:
         del content["exact"]
+    if not cell.by_head:
+        del content["by_head"]
     digest = _digest((content, origin), 6)
     task = re.sub(r"[^\w.-]+", "_", cell.task).strip("_")
     return f"{task}-{cell.policy}-{cell.units or 'all'}-{cell.length}-{digest}.json"
@@ -178,6 +182,7 @@ def in_words(cell: Cell) -> str:
     settings = [f"{name}={value}" for name, value in cell.knobs.items()] + [Path(cell.heads).name] * bool(cell.heads)
     settings += [bits_in_words(cell.store_bits, cell.exact)] * (cell.store_bits != 16)
     settings.append(cell.allocation if isinstance(cell.allocation, str) else ":".join(map(str, cell.allocation)))
+    settings += ["by head"] * cell.by_head
     return f"{cell.task}, {cell.policy} ({', '.join(settings)}), {cell.units} units, {streams}"
 
 

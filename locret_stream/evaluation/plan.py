@@ -19,7 +19,7 @@ from locret_stream.evaluation.runner import ORACLES, Bench
 from locret_stream.evaluation.variants import FULL
 from locret_stream.heads import RetainingHeads
 from locret_stream.host_tier import HostTier
-from locret_stream.policies import POLICIES, Knob, Policy, make_policy, typed_knobs
+from locret_stream.policies import POLICIES, Knob, Policy, can_share, make_policy, typed_knobs
 
 
 class Axes(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,6 +49,7 @@ class Axes(msgspec.Struct, frozen=True, kw_only=True):
     focus: bool = False
     store_bits: tuple[int, ...] = (16,)
     exact: HostTier | None = None
+    by_head: bool = False
 
 
 def with_heads(policy: str) -> bool:
@@ -94,7 +95,9 @@ def planned(axes: Axes, documents: Sequence[FileTask] = ()) -> list[Cell]:
             cells += [full] if policy == FULL else [
                 msgspec.structs.replace(full, policy=policy, units=units, sinks=axes.sinks,
                                         stabilizers=axes.stabilizers, store_bits=bits,
-                                        exact=None if bits == 16 else axes.exact, **variant)
+                                        exact=None if bits == 16 else axes.exact,
+                                        by_head=axes.by_head and policy in POLICIES and can_share(POLICIES[policy]),
+                                        **variant)
                 for units, bits, variant in itertools.product(axes.budgets, axes.store_bits, variants[policy])]
     return list({msgspec.json.encode(cell): cell for cell in cells}.values())
 

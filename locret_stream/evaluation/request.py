@@ -44,7 +44,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
         allocations: as in `Budget`, shares with commas between them.
         knobs: "POLICY.NAME=VALUE"; given again, another value of that knob.
         store_bits: of a channel of the K and V that are kept. exact: how exact units in the host's memory serve those
-            in fewer bits than 16.
+            in fewer bits than 16. by_head: as in `Budget`, for the policies that can.
         focus: the first question of each stream is announced before the stream begins, and is the only one asked.
         text: the file whose lines the facts lie in; None for the sources of Python's standard library.
     """
@@ -65,6 +65,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     knobs: tuple[str, ...] = ()
     store_bits: tuple[int, ...] = (16,)
     exact: HostTier | None = None
+    by_head: bool = False
     focus: bool = False
     text: Path | None = None
 
@@ -99,7 +100,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
             shares_of=next(iter(folders.get("locret", ())), ""), knobs=knob_values(self.knobs),
             questions=self.questions, chunk_size=self.chunk_size or usual_chunk, sinks=self.sinks,
             stabilizers=self.stabilizers, focus=self.focus, store_bits=_once(self.store_bits),
-            exact=self.exact)
+            exact=self.exact, by_head=self.by_head)
 
     def documents(self) -> list[FileTask]:
         """The files as tasks, each content once. Raises ConfigError: one that cannot be run, or `raw` without any."""

@@ -36,6 +36,7 @@ class Variant(msgspec.Struct, frozen=True, kw_only=True):
     focus: bool = False
     store_bits: int = 16
     exact: HostTier | None = None
+    by_head: bool = False
     everything: bool = False
 
 
@@ -47,7 +48,7 @@ def variant_of(cell: Cell, origin: Origin) -> Variant:
     if variant.everything:
         return variant
     return msgspec.structs.replace(variant, allocation=cell.allocation, sinks=cell.sinks, stabilizers=cell.stabilizers,
-                                   store_bits=cell.store_bits, exact=cell.exact)
+                                   store_bits=cell.store_bits, exact=cell.exact, by_head=cell.by_head)
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
@@ -98,9 +99,10 @@ def _labels_within(folders: dict[Variant, str], usual: Settings | None, given: s
     words = {variant: (" ".join(f"{name}={value}" for name, value in variant.knobs
                                 if name in given or (name, value) not in alike),
                        *_settings_in(variant), heads.get(variant.heads, "no heads"), "focus" if variant.focus else "",
-                       bits_in_words(variant.store_bits, variant.exact) if variant.store_bits != 16 else "")
+                       bits_in_words(variant.store_bits, variant.exact) if variant.store_bits != 16 else "",
+                       "by head" if variant.by_head else "")
              for variant in folders}
-    unusual = {0, 7} | {at for at, word in enumerate(usual.words() if usual else (), 1)
+    unusual = {0, 7, 8} | {at for at, word in enumerate(usual.words() if usual else (), 1)
                      if any(own[at] != word for variant, own in words.items() if not variant.everything)}
     others = [at for at in (1, 5, 6, 2, 3, 4) if at not in unusual]
     for count in range(len(others) + 1):

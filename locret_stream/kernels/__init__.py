@@ -17,11 +17,11 @@ from torch import Tensor
 
 from locret_stream.errors import ConfigError
 from locret_stream.kernels import reference, torch_ops
-from locret_stream.kernels.reference import order_keys, quantise_units, slot_units
+from locret_stream.kernels.reference import order_keys, quantise_units, select_by_threshold, slot_units
 
 __all__ = ["compact_units", "decode_attention", "dequantise_units", "order_keys", "prefill_attention",
-           "quantise_units", "reduced_attention", "rotate_halves", "score_units", "select_units",
-           "slot_units", "uses_triton", "write_units"]
+           "quantise_units", "reduced_attention", "rotate_halves", "score_units", "select_by_threshold",
+           "select_units", "slot_units", "uses_triton", "write_units"]
 WIDEST = 576  # numbers of a key or a value that Triton's attention has room for: the latents of DeepSeek-V3
 
 

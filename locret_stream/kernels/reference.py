@@ -53,6 +53,31 @@ def select_units(scores: Tensor, budget: int, sinks: int = 0, stabilizers: int =
     return keys.topk(budget, dim=-1, sorted=False).indices.sort(dim=-1).values
 
 
+def select_by_threshold(scores: Sequence[Tensor], units: int, least: int, most: int, sinks: int = 0,
+                        stabilizers: int = 0) -> list[Tensor]:
+    """The units that stay where the H heads of a layer compete for its units: scores, H of [N_h] fp32 in time order, of
+    which `units` of all heads together stay -> ascending ranks int64 of each head, at least `least` of a head (or all
+    that it has) and at most `most` (AdaKV, arXiv:2407.11550, section 4: the best of all heads, and a floor for each).
+
+    The first `sinks` and the last `stabilizers` units of every head stay whatever their score; `least` has room for
+    them. Of equal scores the unit of the higher rank stays, and of two heads' the first one's.
+    """
+    longest = max(map(len, scores))
+    keys = torch.full((len(scores), longest), torch.iinfo(torch.int64).min, device=scores[0].device)
+    for head, of_head in enumerate(scores):
+        keys[head, :len(of_head)] = competing_keys(of_head, sinks, stabilizers)
+    order = keys.argsort(dim=-1, descending=True)
+    at = torch.arange(longest, device=keys.device).expand_as(keys)
+    place = torch.empty_like(order).scatter_(1, order, at)  # of each unit among those of its head, the best at 0
+    held = torch.tensor([len(of_head) for of_head in scores], device=keys.device)[:, None]
+    allowed = (at < held) & (place < most)
+    sure = allowed & (place < least)
+    rest = max(0, min(units, int(held.clamp(max=most).sum())) - int(sure.sum()))
+    rival = keys.masked_fill(~allowed | sure, torch.iinfo(torch.int64).min).flatten()
+    sure.view(-1)[rival.sort(descending=True, stable=True).indices[:rest]] = True
+    return [row.nonzero()[:, 0] for row in sure]
+
+
 def slot_units(pool: Tensor, slot: int, first: int, stop: int) -> Tensor:
     """pool[slot, :, first:stop] of [S, H, C, D], as a view [1, H, stop - first, D] that takes one operation to make."""
     strides = pool.stride()
@@ -236,8 +261,9 @@ def prefill_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, *, window: 
 
 
 def decode_attention(q: Tensor, keys: Tensor, values: Tensor, slots: Tensor, lengths: Tensor, scale: float, *,
-                     cos: Tensor | None = None, sin: Tensor | None = None, window: int | Tensor | None = None,
-                     softcap: float | None = None, sink_logits: Tensor | None = None) -> Tensor:
+                     firsts: Tensor | None = None, cos: Tensor | None = None, sin: Tensor | None = None,
+                     window: int | Tensor | None = None, softcap: float | None = None,
+                     sink_logits: Tensor | None = None) -> Tensor:
     """`attention` of the T newest tokens of each of A contexts, each to its own slot, which holds their units already.
 
     Args:
@@ -245,23 +271,27 @@ def decode_attention(q: Tensor, keys: Tensor, values: Tensor, slots: Tensor, len
         keys, values: [S, H, C, D], all slots of a layer.
         slots: [A] int64, the slot of each context.
         lengths: [A] int64, the units that a context's last query sees: query t of T sees lengths - T + t + 1.
+        firsts: [A] int64, the row of each context's first unit in its slot; None: row 0.
         cos, sin: [C', D], C' >= C: keys are stored before RoPE and are rotated by halves at their rank when they are
             read. None: keys are stored after RoPE.
-        window, softcap, sink_logits: as for `attention`; a window may be of each context, [A] int64.
+        window, softcap, sink_logits: as for `attention`; a window may be of each context, [A] int64, and so may sink
+            logits, [A, H*G].
 
     Returns:
         [A, H*G, T, D] of q's dtype.
     """
     out = q.new_empty(*q.shape[:3], values.shape[-1])
     new = q.shape[2]
-    for a, (slot, length, seen) in enumerate(zip(slots.tolist(), lengths.tolist(), of_each(window, len(q)),
-                                                 strict=True)):
-        k, v = keys[slot, :, :length], values[slot, :, :length]
+    starts = [0] * len(q) if firsts is None else firsts.tolist()
+    for a, (slot, first, length, seen) in enumerate(zip(slots.tolist(), starts, lengths.tolist(),
+                                                        of_each(window, len(q)), strict=True)):
+        k, v = keys[slot, :, first:first + length], values[slot, :, first:first + length]
         if cos is not None:
             assert sin is not None, "cos and sin come together"
             k = rotate_halves(k.float(), cos[:length].float(), sin[:length].float()).to(k.dtype)
         ranks = torch.arange(length - new, length, device=q.device)
-        out[a] = attention(q[a], k, v, scale, ranks, window=seen, softcap=softcap, sink_logits=sink_logits)[0]
+        sinks = sink_logits if sink_logits is None or sink_logits.dim() == 1 else sink_logits[a]
+        out[a] = attention(q[a], k, v, scale, ranks, window=seen, softcap=softcap, sink_logits=sinks)[0]
     return out
 
 

@@ -201,18 +201,21 @@ def _flash_can(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 
 def decode_attention(q: Tensor, keys: Tensor, values: Tensor, slots: Tensor, lengths: Tensor, scale: float, *,
-                     cos: Tensor | None = None, sin: Tensor | None = None, window: int | Tensor | None = None,
-                     softcap: float | None = None, sink_logits: Tensor | None = None) -> Tensor:
+                     firsts: Tensor | None = None, cos: Tensor | None = None, sin: Tensor | None = None,
+                     window: int | Tensor | None = None, softcap: float | None = None,
+                     sink_logits: Tensor | None = None) -> Tensor:
     """`reference.decode_attention`; the query heads of a KV head are rows of one attention over views of their slot."""
     if q.shape[2] > 1 or softcap is not None or sink_logits is not None:
-        return reference.decode_attention(q, keys, values, slots, lengths, scale, cos=cos, sin=sin, window=window,
-                                          softcap=softcap, sink_logits=sink_logits)
+        return reference.decode_attention(q, keys, values, slots, lengths, scale, firsts=firsts, cos=cos, sin=sin,
+                                          window=window, softcap=softcap, sink_logits=sink_logits)
     grouped = q.view(len(q), keys.shape[1], -1, q.shape[-1])
     contexts, out = grouped.split(1) if len(q) > 1 else [grouped], []
     windows = reference.of_each(window, len(q))
-    for rows, slot, length, seen in zip(contexts, slots.tolist(), lengths.tolist(), windows, strict=True):
+    starts = [0] * len(q) if firsts is None else firsts.tolist()
+    for rows, slot, start, length, seen in zip(contexts, slots.tolist(), starts, lengths.tolist(), windows,
+                                               strict=True):
         first = max(0, length - seen) if seen else 0
-        k, v = slot_units(keys, slot, first, length), slot_units(values, slot, first, length)
+        k, v = (slot_units(units, slot, start + first, start + length) for units in (keys, values))
         if cos is not None:
             assert sin is not None, "cos and sin come together"
             k = reference.rotate_halves(k, cos[first:length], sin[first:length])

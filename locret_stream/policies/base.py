@@ -122,6 +122,11 @@ class Policy:
         raise TypeError(f"{type(self).__name__} does not define score")
 
 
+def can_share(policy: Policy | type[Policy]) -> bool:
+    """Whether the KV heads of a layer can share its units with this policy: each head scores every unit once."""
+    return policy.bounded and not policy.stateful and policy.scope == "head"
+
+
 class Listening(Policy):
     """For measurements, never registered: scores as `inner` does, and calls `heard(chunk, scores)` with its input and
     its scores, at every commit, for each layer with full attention in order. The chunk has what is in `needs`, too."""

@@ -12,7 +12,7 @@ from locret_stream.errors import ConfigError
 from locret_stream.host_tier import HostTier
 from locret_stream.snapshot import Identity
 
-_BUDGETS = re.compile(r"(\[[\d, ]+\]), sinks and stabilizers \[([(), \d]+)\]")
+_BUDGETS = re.compile(r"(\[[\d, ]+\]), sinks and stabilizers \[([(), \d]+)\](, shared by heads)?")
 _BITS = re.compile(r"\w+, stored in (\d+) and (\d+) bits"
                    r"(, exact in the host's memory(?:, codes are read but of (\d{1,5})(?!\d)(, saved as codes)?)?)?")
 
@@ -36,7 +36,8 @@ def settings_of(identity: Identity) -> dict[str, Any]:
             shares = tuple(map(float, units)) if sum(units) % len(units) == 0 else "uniform"
             found["budget"] = Budget(units=sum(units) // len(units) if shares != "uniform" else max(units),
                                      sinks=protected[0][0],
-                                     stabilizers=min(last for _, last in protected), allocation=shares)
+                                     stabilizers=min(last for _, last in protected), allocation=shares,
+                                     by_head=said[3] is not None)
         if (said := _BITS.match(identity.dtype)) is not None:
             found["store_bits"] = int(said[1]), int(said[2])
             if said[3]:

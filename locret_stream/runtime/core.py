@@ -29,7 +29,7 @@ from locret_stream.heads import RetainingHeads
 from locret_stream.host_tier import HostTier, host_tier
 from locret_stream.models import Attachment, architecture, attach, detach
 from locret_stream.named_models import model_path, named_model
-from locret_stream.policies import POLICIES, Policy, make_policy
+from locret_stream.policies import POLICIES, Policy, can_share, make_policy
 from locret_stream.runtime.foresight import Foresight, Wanted, foresee_model, weights_bytes
 from locret_stream.runtime.loading import check_device, check_dtype, in_passing, load_model, load_tokenizer
 from locret_stream.runtime.sharing import SlotSharing
@@ -76,7 +76,8 @@ class Runtime:
     def __init__(self, model: Any, tokenizer: Any, *, heads: str | Path | RetainingHeads | None = None,
                  policy: str | Policy | None = None, knobs: dict[str, Any] | None = None,
                  budget: int | str | Budget | None = None, chunk_size: int | None = None,
-                 sinks: int | None = None, stabilizers: int | None = None, max_live: int = 4, scratch: int = 1,
+                 sinks: int | None = None, stabilizers: int | None = None, by_head: bool = False, max_live: int = 4,
+                 scratch: int = 1,
                  template: str = "auto", acknowledge: str | None = "OK.", attn: str = "auto",
                  ingest_rate: float | None = None, slot_timeout_s: float = 60.0,
                  store: str | Path | Store | None = None, key: bytes | str | None = None, autosave: bool = True,
@@ -97,6 +98,8 @@ class Runtime:
                 a quarter of the model's window, at most 6,000.
             chunk_size: tokens between two evictions; by default a sixteenth of the window, at most 1,024.
             sinks, stabilizers: first and last units that always stay; defaults 4 and 32.
+            by_head: whether the KV heads of a layer share its units (`Budget`), for policies that score each unit once:
+                "locret" and "kvzap".
             max_live, scratch: slots for open contexts, and for `ask` and undoable turns. With a store more contexts may
                 be open: idle ones with a name are swapped out.
             template: "auto" (the tokenizer's chat template; raw where it has none), or a Jinja chat template.
@@ -154,8 +157,10 @@ class Runtime:
         self.autosave, self.library = autosave, __version__
         self._loaders = (model, tokenizer)
         self._heads, self._decode_copy = heads, decode_copy
+        if not isinstance(by_head, bool):
+            raise ConfigError(f"by_head is {by_head!r}; expected True or False")
         self._wanted = Wanted(policy=policy, knobs=dict(knobs or {}), budget=budget, chunk_size=chunk_size, sinks=sinks,
-                              stabilizers=stabilizers, store_bits=check_store_bits(store_bits),
+                              stabilizers=stabilizers, by_head=by_head, store_bits=check_store_bits(store_bits),
                               exact=host_tier(exact))
         check_tier(self._wanted.exact, self._wanted.store_bits)
         self.max_live, self.scratch = max_live, scratch
@@ -231,14 +236,17 @@ class Runtime:
 
     def beside(self, policy: str | Policy, *, own_thread: bool = False, **knobs: Any) -> Runtime:
         """Another runtime, not running yet, over the same model object and heads, with the same budget in every layer
-        and the same chunk size: for a fair comparison of policies.
+        and the same chunk size: for a fair comparison of policies. Heads share their layer's budget where the policy
+        lets them.
 
         Args:
             own_thread: run it on another engine thread, over the same weights; otherwise the two take turns.
         """
         self.check_open()
-        config = self.engine.config
-        other = Runtime(self.model, self.tokenizer, heads=self._heads, policy=policy, knobs=knobs, budget=config.budget,
+        config, budget = self.engine.config, self.engine.config.budget
+        if not can_share(policy if isinstance(policy, Policy) else POLICIES[policy]):
+            budget = msgspec.structs.replace(budget, by_head=False)
+        other = Runtime(self.model, self.tokenizer, heads=self._heads, policy=policy, knobs=knobs, budget=budget,
                         chunk_size=config.chunk_size, max_live=self.max_live, scratch=self.scratch,
                         template=self._template, acknowledge=self.acknowledge, attn=self._attn,
                         slot_timeout_s=self._timeout_s, store_bits=config.store_bits, exact=config.exact,
@@ -494,7 +502,8 @@ class Runtime:
             heads="" if heads is None else digest_tensors(heads.state_dict().items()),
             policy=engine.policy.name,
             knobs=canonical(engine.policy.knobs),
-            budgets=f"{list(engine.budgets)}, sinks and stabilizers {engine.layout.protection}",
+            budgets=f"{list(engine.budgets)}, sinks and stabilizers {engine.layout.protection}"
+                    + (", shared by heads" if engine.config.budget.by_head else ""),
             chunk_size=str(engine.chunk_size))
 
     @functools.cached_property

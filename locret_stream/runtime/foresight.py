@@ -44,6 +44,7 @@ class Wanted:
     chunk_size: int | None
     sinks: int | None
     stabilizers: int | None
+    by_head: bool
     store_bits: tuple[int, int]
     exact: HostTier | None
 
@@ -63,7 +64,8 @@ class Wanted:
                                     store_bits=self.store_bits, own_means=means is None, tier=self.exact)
                          for unit, copies in zip(shape.units, model.key_copies, strict=True))
         budget = budget_from(usual_budget if self.budget is None else self.budget, shape, chunk_size,
-                             sinks=self.sinks, stabilizers=self.stabilizers, shares=shares, per_unit=per_unit)
+                             sinks=self.sinks, stabilizers=self.stabilizers, by_head=self.by_head, shares=shares,
+                             per_unit=per_unit)
         return Settings(StreamConfig(budget=budget, chunk_size=chunk_size, policy=policy.name, knobs=self.knobs,
                                      store_bits=self.store_bits, exact=self.exact), policy, shares, means, per_unit)
 

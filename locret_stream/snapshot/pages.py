@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from locret_stream.cache import NOWHERE
 from locret_stream.errors import SnapshotCorrupt
 from locret_stream.snapshot.format import Buffer, Page, PageRef, expect, pack, tensors, total
 
@@ -46,10 +47,12 @@ class Geometry:
     Args:
         layers: of every layer its KV heads, and the items of a unit's K and of its V; where units are stored as rows of
             codes, uint8, their bytes.
+        headwise: of every layer, whether its heads keep different numbers of units; () for none.
     """
 
     layers: tuple[tuple[int, int, int], ...]
     dtype: torch.dtype
+    headwise: tuple[bool, ...] = ()
 
     @classmethod
     def even(cls, layers: int, kv_heads: int, dim: int, dtype: torch.dtype, value_dim: int | None = None) -> Geometry:
@@ -257,10 +260,12 @@ def unpack_masks(section: Mapping[str, Tensor], refs: Sequence[PageRef], what: s
 
 
 class Assembly:
-    """Puts live units of pages together, page by page, into tensors [H, n, D] and [H, n] for every layer.
+    """Puts live units of pages together, page by page, into tensors [H, n, D] and [H, n] for every layer. Where heads
+    keep different numbers, the rows behind the units of a head are zeros, at the position `NOWHERE`.
 
     Args:
-        counts: units per layer, n. Their memory is allocated here, so the caller must check them before.
+        counts: units per layer, n: of each head, or where the heads share a budget of the one with most. Their memory
+            is allocated here, so the caller must check them before.
 
     Raises:
         SnapshotCorrupt: there are too many units or too few, or they are out of order.
@@ -275,10 +280,12 @@ class Assembly:
         # numpy allocates and copies, because its memory is not mapped in small pages, and because torch would share
         # every copy with a second thread and wait for it while that thread reads the next page.
         self._bytes: dict[str, np.ndarray] = {}
+        self.headwise = geometry.headwise or (False,) * len(self.counts)
         for layer, (count, (heads, *dims)) in enumerate(zip(self.counts, geometry.layers, strict=True)):
-            self._bytes[f"{layer}.positions"] = np.empty((heads, count), np.int64)
+            self._bytes[f"{layer}.positions"] = np.full((heads, count), NOWHERE, np.int64)
             for part, dim in zip(("keys", "values"), dims, strict=True):
-                self._bytes[f"{layer}.{part}"] = np.empty((heads, count, dim * geometry.dtype.itemsize), np.uint8)
+                self._bytes[f"{layer}.{part}"] = (np.zeros if self.headwise[layer] else np.empty)(
+                    (heads, count, dim * geometry.dtype.itemsize), np.uint8)
 
     def add(self, page: PageIndex, units: Mapping[str, Tensor], mask: np.ndarray | None) -> None:
         """Add the next page, in the order of positions, as `read_page` gave it, with its mask from `unpack_masks`."""
@@ -311,7 +318,7 @@ class Assembly:
         """All units: `l.keys`, `l.values` [H, n, D] and `l.positions` [H, n] of every layer l."""
         dtype = self.geometry.dtype
         for layer, count in enumerate(self.counts):
-            if (self.filled[layer] != count).any():
+            if (self.filled[layer] != count).any() and not (self.headwise[layer] and max(self.filled[layer]) == count):
                 raise SnapshotCorrupt(f"{self.what}: layer {layer} has {self.filled[layer].tolist()} units per KV head;"
                                       f" expected {count}")
         return {name: _as(dtype, units) if units.dtype == np.uint8 else torch.from_numpy(units)

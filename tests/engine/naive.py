@@ -132,10 +132,13 @@ class NaiveStream(NaiveLlama):
     def commit(self) -> None:
         hidden, new = self.forward(self.pending, self.seen, self.kept)
         for layer in range(self.layers):
-            for head in range(self.kv_heads):
-                self.kept[layer][head] = self.keep(self.kept[layer][head] + new[layer][head], self.budgets[layer])
+            self.kept[layer] = self.keep_of_heads(
+                [old + of_head for old, of_head in zip(self.kept[layer], new[layer], strict=True)], self.budgets[layer])
         self.seen += self.chunk
         self.pending, self.last = [], hidden[-1]
+
+    def keep_of_heads(self, heads: list[list[Unit]], budget: int) -> list[list[Unit]]:
+        return [self.keep(units, budget) for units in heads]
 
     def keep(self, units: list[Unit], budget: int) -> list[Unit]:
         if len(units) <= budget:
@@ -161,6 +164,23 @@ class NaiveStream(NaiveLlama):
 
     def scores(self, layer: int) -> list[list[float]]:
         return [[unit.score for unit in units] for units in self.kept[layer]]
+
+
+class NaiveByHead(NaiveStream):
+    """The heads of a layer share its units: a floor for each, and the best scores of all of them."""
+
+    def keep_of_heads(self, heads: list[list[Unit]], budget: int) -> list[list[Unit]]:
+        if sum(map(len, heads)) <= budget * len(heads):
+            return heads
+        floor, sure, rivals = max(self.sinks + self.stabilizers, int(0.2 * budget)), set(), []
+        for head, units in enumerate(heads):
+            protected = {*range(self.sinks), *range(len(units) - self.stabilizers, len(units))}
+            ranked = sorted(range(len(units)), key=lambda i: (i not in protected, -units[i].score, -i))
+            sure |= {(head, i) for i in ranked[:floor]}
+            rivals += [(head, i) for i in ranked[floor:]]
+        rivals.sort(key=lambda at: (-heads[at[0]][at[1]].score, -at[1], at[0]))
+        sure |= set(rivals[:budget * len(heads) - len(sure)])
+        return [[unit for i, unit in enumerate(units) if (head, i) in sure] for head, units in enumerate(heads)]
 
 
 def algorithm_1(llama: NaiveLlama, prompt: list[int], n_loc: int, n_s: int, b: int, size: int, *,

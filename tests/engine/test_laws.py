@@ -228,8 +228,8 @@ class fault_in:
         delattr(self.owner, self.name)
 
 
-def play(engine: Engine, operations: list[tuple], close: float = 1e-5) -> None:
-    rig = Rig(engine)
+def play(engine: Engine, operations: list[tuple], close: float = 1e-5, rigged: type[Rig] = Rig) -> None:
+    rig = rigged(engine)
     for name, *args in operations:
         room = engine.room(rig.state)
         if room is not None and room < 2 * CHUNK + 22:

@@ -202,6 +202,34 @@ def test_decode_attention_has_a_window_of_each_context(ops, extra):
 @pytest.mark.parametrize("ops", OPERATIONS)
 @pytest.mark.parametrize("on_load", [False, True])
 @pytest.mark.parametrize("extra", EXTRAS)
+@pytest.mark.parametrize("T", [1, 2])
+def test_decode_attention_begins_at_the_row_of_each_context(ops, T, extra, on_load):
+    """As if its units were moved to the first row of a slot of their own; a context may have sink logits of its own."""
+    noise, D, G = torch.Generator().manual_seed(T), 10, 3
+    keys, values = (torch.full((2, 1, 40, D), float("nan")) for _ in range(2))
+    slots, firsts, lengths = torch.tensor([1, 0, 1]), torch.tensor([20, 3, 0]), torch.tensor([17, 9, T])
+    alone_k, alone_v = torch.full((3, 1, 20, D), float("nan")), torch.full((3, 1, 20, D), float("nan"))
+    for row, (slot, first, length) in enumerate(zip(slots.tolist(), firsts.tolist(), lengths.tolist(), strict=True)):
+        alone_k[row, :, :length], alone_v[row, :, :length] = (torch.randn(1, length, D, generator=noise) for _ in "kv")
+        keys[slot, :, first:first + length] = alone_k[row, :, :length]
+        values[slot, :, first:first + length] = alone_v[row, :, :length]
+    q = torch.randn(3, T, G, D, generator=noise).transpose(1, 2)
+    angles = torch.randn(20, D // 2, generator=noise).repeat(1, 2)
+    rope = {"cos": angles.cos(), "sin": angles.sin()} if on_load else {}
+    extra = filled(extra, G)
+    if "sink_logits" in extra:
+        extra["sink_logits"] = torch.randn(3, G, generator=noise)
+    found = ops.decode_attention(q, keys, values, slots, lengths, 0.3, firsts=firsts, **rope, **extra)
+    for row in range(3):
+        one = dict(extra) if "sink_logits" not in extra else extra | {"sink_logits": extra["sink_logits"][row]}
+        alone = ops.decode_attention(q[row:row + 1], alone_k, alone_v, torch.tensor([row]), lengths[row:row + 1], 0.3,
+                                     **rope, **one)
+        torch.testing.assert_close(found[row:row + 1], alone, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("ops", OPERATIONS)
+@pytest.mark.parametrize("on_load", [False, True])
+@pytest.mark.parametrize("extra", EXTRAS)
 @pytest.mark.parametrize(("T", "G"), [(1, 1), (1, 3), (3, 2)])
 def test_decode_attention_reads_each_slot_to_its_own_length(ops, T, G, extra, on_load):
     """Units behind a length, and slots of no context, are nan here and must not be read."""

@@ -210,6 +210,26 @@ def test_decode_has_a_window_of_each_context(programs, monkeypatch):
           reference.decode_attention(q, keys, values, slots, lengths, 0.3, window=windows), OUT[F32])
 
 
+@pytest.mark.parametrize("programs", [None, 3])
+@pytest.mark.parametrize("extra", [{}, {"sinks": True}, {"rope": True}])
+def test_decode_begins_at_the_row_of_each_context(programs, extra, monkeypatch):
+    """As where the heads of a layer share its units: each is a context of one head, which begins anywhere in a slot."""
+    if programs:
+        monkeypatch.setattr(decode_module, "_PROGRAMS", programs)
+    q, keys, values = noise(3, 4, 1, 16, dtype=F32, seed=1), pool((2, 1, 200, 16), F32), pool((2, 1, 200, 16), F32)
+    slots, firsts, lengths = (torch.tensor(each, device=DEVICE) for each in ([1, 0, 1], [95, 30, 0], [90, 7, 40]))
+    for slot, first, length in zip(slots.tolist(), firsts.tolist(), lengths.tolist(), strict=True):
+        for each, seed in ((keys, 2), (values, 3)):
+            each[slot, :, first:first + length] = noise(1, length, 16, dtype=F32, seed=seed + length)
+    more = {"firsts": firsts}
+    if "sinks" in extra:
+        more["sink_logits"] = noise(3, 4, dtype=F32, seed=9)
+    if "rope" in extra:
+        more |= {"cos": noise(100, 16, dtype=F32, seed=5).cos(), "sin": noise(100, 16, dtype=F32, seed=6).sin()}
+    close(decode_attention(q, keys, values, slots, lengths, 0.3, **more),
+          reference.decode_attention(q, keys, values, slots, lengths, 0.3, **more), OUT[F32])
+
+
 def test_decode_rounds_turned_keys_as_stored_ones():
     """cos = 1 + 2^-10 is lost in bf16: two equal logits, not 1024 and 1025."""
     q = torch.tensor([1024.0, 0.0], device=DEVICE, dtype=BF16).view(1, 1, 1, 2)

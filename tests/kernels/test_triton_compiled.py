@@ -35,3 +35,13 @@ def test_kernels_of_wide_units_fit_a_hopper(model: str, tmp_path: Path):
     for one in kernels:
         assert one["shared"] <= MOST and not one["spilled"], one
         assert one["products"] == {0: "", 16: "mma", 32: "mma", 64: "wgmma", 128: "wgmma"}[one["rows"]], one
+
+
+@pytest.mark.thorough
+def test_the_kernel_of_heads_that_share_a_budget_fits_a_hopper(tmp_path: Path):
+    done = run_python("-m", "tests.kernels.without_a_card", "headwise,8,4,128,128,1",
+                      env=os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)})
+    assert done.returncode == 0, done.stderr[-2000:]
+    kernels = json.loads(done.stdout)
+    assert [one["kernel"] for one in kernels] == ["_partial", "_combine"]
+    assert all(one["shared"] <= MOST and not one["spilled"] for one in kernels)

@@ -51,6 +51,12 @@ def decode(H: int, G: int, K: int, V: int, T: int) -> None:
     decode_attention(torch.empty(1, H * G, T, K, dtype=keys.dtype), keys, values, at, at + UNITS, 0.1)
 
 
+def headwise(H: int, G: int, K: int, V: int, T: int) -> None:
+    keys, values = units_of(1, K, V)
+    at = torch.zeros(H, dtype=torch.int64)
+    decode_attention(torch.empty(H, G, T, K, dtype=keys.dtype), keys, values, at, at + UNITS, 0.1, firsts=at)
+
+
 def prefill(H: int, G: int, K: int, V: int, T: int) -> None:
     keys, values = units_of(H, K, V)
     prefill_attention(torch.empty(H * G, T, K, dtype=keys.dtype), keys[0], values[0], 0.1)
@@ -61,7 +67,7 @@ def reduced(H: int, G: int, K: int, V: int, T: int) -> None:
     reduced_attention(torch.empty(H * G, T, K, dtype=keys.dtype), keys[0], 0.1, torch.arange(T))
 
 
-OPERATIONS = {one.__name__: one for one in (decode, prefill, reduced)}
+OPERATIONS = {one.__name__: one for one in (decode, headwise, prefill, reduced)}
 
 
 def main(shapes: list[str]) -> None:

@@ -54,7 +54,7 @@ if TYPE_CHECKING:  # loads torch
 _END = object()
 _taken_by_caller: ContextVar[Delivery | None] = ContextVar("taken by ainvoke", default=None)
 _OF_THE_RUNTIME = ("heads", "policy", "budget", "chunk_size", "max_live", "device", "dtype", "chat_template", "store",
-                   "key", "boundaries", "recalls", "store_bits", "exact")
+                   "key", "boundaries", "recalls", "store_bits", "exact", "by_head")
 _WARNINGS = {"late": LateWarning, "rebuild": RebuildWarning, "tools": ToolsWarning, "held": ToolsWarning}
 _FOR_SERVERS = {"api_key", "base_url", "max_retries"}
 
@@ -95,6 +95,7 @@ class LocretChatModel(ThreadMethods, BaseChatModel):
             it. A call may do without: `bind(recall=False)`.
         store_bits: of a channel of the K and V that are kept, of `locret_stream.Runtime`: 16, 8, 4, or two numbers;
             with `exact="host"` or a `HostTier` also 2 and 1.
+        by_head: whether the KV heads of a layer share its units, of `locret_stream.Runtime`.
         runtime: one of your own in place of all these; it needs a store to keep threads.
         max_tokens, temperature, top_p, top_k, min_p, repetition_penalty, seed, stop: of a reply. Without a temperature
             the likeliest token is taken.
@@ -126,6 +127,7 @@ class LocretChatModel(ThreadMethods, BaseChatModel):
     recalls: Any = None
     store_bits: Any = None
     exact: Any = None
+    by_head: bool = False
     runtime: Any = Field(default=None, exclude=True, repr=False)
     max_tokens: int = 512
     temperature: float | None = None
@@ -187,7 +189,7 @@ class LocretChatModel(ThreadMethods, BaseChatModel):
         options = {name: getattr(self, name) for name in
                    ("heads", "policy", "budget", "chunk_size", "max_live", "device", "dtype")}
         options |= {"template": self.chat_template, "recall": self.recalls,
-                    "store_bits": bits if bits != (16, 16) else None, "exact": tier}
+                    "store_bits": bits if bits != (16, 16) else None, "exact": tier, "by_head": self.by_head or None}
         settings = Settings(
             model=self.model, options=tuple((name, value) for name, value in options.items() if value is not None),
             store=store, key=key,

@@ -32,15 +32,17 @@ _IN_FLIGHT = 100 << 10  # bytes of its shared memory for each of the two
 
 
 @triton.jit
-def _partial(q, keys, values, slots, lengths, windows, cos, sin, sink_logits, out, lse, stride_q, stride_k, stride_v,
-             stride_cos, stride_sin, stride_out, T, H, scale, G: tl.constexpr, D: tl.constexpr, REST: tl.constexpr,
-             V: tl.constexpr, V_REST: tl.constexpr, TIED: tl.constexpr, WINDOW: tl.constexpr, OF_EACH: tl.constexpr,
-             SOFTCAP: tl.constexpr, SINK_LOGITS: tl.constexpr, ROPE: tl.constexpr, SPLIT: tl.constexpr,
-             DOT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-             BLOCK_REST: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_V_REST: tl.constexpr, BLOCK_HALF: tl.constexpr):
+def _partial(q, keys, values, slots, lengths, firsts, windows, cos, sin, sink_logits, out, lse, stride_q, stride_k,
+             stride_v, stride_cos, stride_sin, stride_out, stride_sinks, T, H, scale, G: tl.constexpr, D: tl.constexpr,
+             REST: tl.constexpr, V: tl.constexpr, V_REST: tl.constexpr, TIED: tl.constexpr, WINDOW: tl.constexpr,
+             OF_EACH: tl.constexpr, FIRSTS: tl.constexpr, SOFTCAP: tl.constexpr, SINK_LOGITS: tl.constexpr,
+             ROPE: tl.constexpr, SPLIT: tl.constexpr, DOT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+             BLOCK_D: tl.constexpr, BLOCK_REST: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_V_REST: tl.constexpr,
+             BLOCK_HALF: tl.constexpr):
     """One split of one context's units, for a tile of the G * T rows of one KV head; how units are cut says `tiles_of`.
 
-    WINDOW: of all contexts, 0 for none. OF_EACH: each has its own, in `windows`.
+    WINDOW: of all contexts, 0 for none. OF_EACH: each has its own, in `windows`. FIRSTS: each
+    begins at a row of its own, in `firsts`.
     SPLIT: normalized rows and their base-2 log-sum-exp into [A * H*G * T, splits, V + V_REST] and [A * H*G * T,
     splits]; else the result itself.
     """
@@ -79,14 +81,18 @@ def _partial(q, keys, values, slots, lengths, windows, cos, sin, sink_logits, ou
         sin += lo.to(tl.int64) * stride_sin[0]
     else:
         q_tiles = gather_tiles(q_rows, stride_q[3], inside, D, REST, BLOCK_D, BLOCK_REST)
-    k = keys + slot * stride_k[0] + head * stride_k[1] + lo.to(tl.int64) * stride_k[2]
-    v = values + slot * stride_v[0] + head * stride_v[1] + lo.to(tl.int64) * stride_v[2]
+    begin = lo.to(tl.int64)
+    if FIRSTS:
+        begin += tl.load(firsts + context).to(tl.int64)
+    k = keys + slot * stride_k[0] + head * stride_k[1] + begin * stride_k[2]
+    v = values + slot * stride_v[0] + head * stride_v[1] + begin * stride_v[2]
 
     top = tl.zeros([BLOCK_M], tl.float32) - float("inf")
     total = tl.zeros([BLOCK_M], tl.float32)
     if SINK_LOGITS:  # the first split alone counts them
         counted = rows < tl.where(split == 0, G * T, 0)
-        sink_logit = tl.load(sink_logits + query_heads, mask=counted, other=float("-inf")).to(tl.float32)
+        sinks = sink_logits + context * stride_sinks + query_heads
+        sink_logit = tl.load(sinks, mask=counted, other=float("-inf")).to(tl.float32)
         top = tl.maximum(top, sink_logit * LOG2E)
         total = tl.where(top == float("-inf"), 0.0, 1.0)
     acc = zero_tiles(BLOCK_M, BLOCK_V, BLOCK_V_REST)
@@ -182,8 +188,9 @@ def _blocks(dtype: tl.dtype, rows: int, dim: int, unit_bytes: int) -> dict[str, 
 
 
 def decode_attention(q: Tensor, keys: Tensor, values: Tensor, slots: Tensor, lengths: Tensor, scale: float, *,
-                     cos: Tensor | None = None, sin: Tensor | None = None, window: int | Tensor | None = None,
-                     softcap: float | None = None, sink_logits: Tensor | None = None) -> Tensor:
+                     firsts: Tensor | None = None, cos: Tensor | None = None, sin: Tensor | None = None,
+                     window: int | Tensor | None = None, softcap: float | None = None,
+                     sink_logits: Tensor | None = None) -> Tensor:
     """`reference.decode_attention`."""
     contexts, query_heads, new, _ = q.shape
     heads, capacity = keys.shape[1:3]
@@ -208,12 +215,14 @@ def decode_attention(q: Tensor, keys: Tensor, values: Tensor, slots: Tensor, len
         cos = sin = q  # not read
     of_each = isinstance(window, Tensor)
     windows, one = (window.contiguous(), 0) if isinstance(window, Tensor) else (lengths, window or 0)
+    sinks = q if sink_logits is None else sink_logits.contiguous()
     _partial[splits, rows, contexts](
-        q, keys, values, slots.contiguous(), lengths.contiguous(), windows, cos, sin,
-        q if sink_logits is None else sink_logits.contiguous(), partial, lse, q.stride(), keys.stride(),
-        values.stride(), cos.stride(), sin.stride(), out.stride(), new, heads, scale, G=group, WINDOW=one,
-        OF_EACH=of_each, SOFTCAP=softcap or 0.0, SINK_LOGITS=sink_logits is not None, ROPE=rope, SPLIT=splits > 1,
-        DOT=dtype, BLOCK_HALF=block_dim(tiles["D"] // 2), enable_fp_fusion=True, **tiles, **blocks)
+        q, keys, values, slots.contiguous(), lengths.contiguous(), lengths if firsts is None else firsts.contiguous(),
+        windows, cos, sin, sinks, partial, lse, q.stride(), keys.stride(), values.stride(), cos.stride(), sin.stride(),
+        out.stride(), sinks.stride(0) if sink_logits is not None and sinks.dim() == 2 else 0, new, heads, scale,
+        G=group, WINDOW=one, OF_EACH=of_each, FIRSTS=firsts is not None, SOFTCAP=softcap or 0.0,
+        SINK_LOGITS=sink_logits is not None, ROPE=rope, SPLIT=splits > 1, DOT=dtype,
+        BLOCK_HALF=block_dim(tiles["D"] // 2), enable_fp_fusion=True, **tiles, **blocks)
     if splits > 1:
         _combine[(contexts * query_heads * new,)](
             partial, lse, out, out.stride(), new, query_heads, splits, D=dim, BLOCK_D=block_dim(dim),
