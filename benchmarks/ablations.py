@@ -95,6 +95,12 @@ def say(what: str, row: dict[str, Any], began: float) -> dict[str, Any]:
     return row
 
 
+def differences(before: Found, after: Found) -> dict[str, Any]:
+    """What each question's negative log-likelihood changes by."""
+    values = [b - a for (a, _), (b, _) in zip(before, after, strict=True)]
+    return {"nll": round(statistics.mean(values), 4), "nll_interval": list(metrics.interval([[x] for x in values]))}
+
+
 # -- NaCl ---------------------------------------------------------------------------------------------------------
 
 
@@ -291,6 +297,7 @@ def ends(subject: Subject, options: argparse.Namespace) -> dict[str, Any]:
     texts = [subject.stream(seed, tokens + beyond + 64, options.facts)
              for seed in range(math.ceil(options.asked / options.facts))]
     rows: dict[str, dict[str, Any]] = {}
+    of_all: dict[str, Found] = {}
 
     def held_back(engine: Engine, state: EngineState, asks: Sequence[Asked], local: int | None) -> Found:
         found: Found = []
@@ -328,6 +335,13 @@ def ends(subject: Subject, options: argparse.Namespace) -> dict[str, Any]:
                         held_back(engine, state, asks, local))
         for name, values in found.items():
             rows[name] = say(name, summary(values), began)
+        of_all |= found
+    pairs = [(f"{kept} units, n_s = {n}, n_loc = {local}", f"{units} units, n_s = {n}, n_loc = 100 and the question")
+             for kept, n, local in ((units, 0, "0"), (units, 32, "0"), (units, 32, "32"), (units + beyond, 32, "0"))]
+    pairs += [(f"{units} units, n_s = {n}, at the last eviction {n}",
+               f"{units} units, n_s = {n}, at the last eviction 0") for n in (32, 128)]
+    for before, after in pairs:
+        rows[f"{after}, less {before}"] = differences(of_all[before], of_all[after])
     return {"tokens": tokens + beyond, "units": units, "chunk": chunk, "facts": options.facts, "texts": len(texts),
             "rows": rows}
 
