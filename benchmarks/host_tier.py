@@ -27,7 +27,8 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -38,7 +39,7 @@ from timing import MIB, resident_bytes, tiny_llama
 from locret_stream import HostTier, Runtime
 from locret_stream.cache import TieredStore
 from locret_stream.config import Budget, ModelShape, StreamConfig, check_store_bits, unit_bytes
-from locret_stream.engine import Engine, NextToken
+from locret_stream.engine import Engine, EngineState, NextToken
 from locret_stream.engine.fetching import _Layers
 from locret_stream.evaluation import chat, metrics
 from locret_stream.evaluation.haystack import stdlib_lines
@@ -81,6 +82,76 @@ def facts(rng: random.Random, count: int) -> list[chat.Told]:
         value = str(rng.randint(10_000, 99_999))
         made.append(chat.Told(f"The number of the {thing} is {value}.", f"What is the number of the {thing}?", value))
     return made
+
+
+Asked = tuple[list[int], list[int]]
+"""The ids of what is asked, and of the value that follows."""
+Found = list[tuple[float, bool]]
+"""Of each value the negative log-likelihood of a token, told those before it, and whether each is the likeliest."""
+
+
+def stream(ids_of: Callable[[str], list[int]], seed: int, tokens: int, count: int) -> tuple[list[int], list[Asked]]:
+    """The ids of a text of about so many tokens with so many facts among its lines, and what is asked about them."""
+    rng = random.Random(f"host tier {seed}")
+    lying = facts(rng, count)
+    lines = chat.in_text([[one] for one in lying], rng, (line + "\n" for line in stdlib_lines(seed)), tokens,
+                         lambda text: len(ids_of(text)))
+    ids = [token for line, _ in lines for token in ids_of(line)]
+    parts = [one.line.split(" is ") for one in lying]
+    return ids, [(ids_of(f"\n{before} is"), ids_of(" " + value.rstrip("."))) for before, value in parts]
+
+
+def read(engine: Engine, state: EngineState, ids: Sequence[int]) -> None:
+    """Accept ids, and commit every whole chunk of them."""
+    engine.accept(state, ids)
+    while engine.ready(state):
+        engine.commit(state)
+
+
+def told(engine: Engine, contexts: Sequence[EngineState], asks: Sequence[Asked],
+         watch: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext) -> Found:
+    """Of each context one value, which it goes on to read; `watch` is entered at each step."""
+    for context, (ask, _) in zip(contexts, asks, strict=True):
+        read(engine, context, ask)
+    seen: list[Found] = [[] for _ in asks]
+
+    def force(kept: Found, ids: list[int]) -> Callable[[torch.Tensor], int]:
+        def choose(logits: torch.Tensor) -> int:
+            token = ids[len(kept)]
+            kept.append((-float(logits.log_softmax(-1)[token]), int(logits.argmax()) == token))
+            return token
+        return choose
+
+    for step in range(max(len(value) for _, value in asks)):
+        going = [at for at, (_, value) in enumerate(asks) if step < len(value)]
+        with watch():
+            answers = engine.decode([NextToken(contexts[at], force(seen[at], asks[at][1])) for at in going])
+        for answer in answers:
+            if isinstance(answer, BaseException):
+                raise answer
+        for at in going:
+            while engine.ready(contexts[at]):
+                engine.commit(contexts[at])
+    return [(statistics.mean(loss for loss, _ in kept), all(right for _, right in kept)) for kept in seen]
+
+
+def asked(engine: Engine, state: EngineState, asks: Sequence[Asked],
+          watch: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext, first_slot: int = 1) -> Found:
+    """`told`, each of a copy of the context, in slots from `first_slot` on."""
+    found: Found = []
+    for first in range(0, len(asks), TOGETHER):
+        part = asks[first:first + TOGETHER]
+        found += told(engine, [engine.fork(state, first_slot + at) for at in range(len(part))], part, watch)
+    return found
+
+
+def summary(found: Found) -> dict[str, Any]:
+    """Means and their intervals, as of questions that are independent of each other."""
+    losses, right = [loss for loss, _ in found], [float(whole) for _, whole in found]
+    return {"nll": round(statistics.mean(losses), 4),
+            "nll_interval": list(metrics.interval([[loss] for loss in losses])),
+            "right": round(statistics.mean(right), 4), "right_interval": list(metrics.interval([[x] for x in right])),
+            "questions": len(right)}
 
 
 @contextlib.contextmanager
@@ -143,7 +214,8 @@ def measured(options: argparse.Namespace, way: str, model: Any, tokenizer: Any, 
                           policy=policy, store_bits=check_store_bits(bits), exact=tier)
     engine = Engine(attachment, config, make_policy(policy, {}, own), slots=1 + TOGETHER, key_means=means,
                     shares=heads.config.budget_shares if heads is not None else None)
-    rows, began = [], time.perf_counter()
+    rows: list[Found] = []
+    began = time.perf_counter()
     watch = watched if options.hits and tier is not None else unwatched
     of_layers: list[list[tuple[float, float]]] = [[] for _ in engine.budgets]
     chosen: dict[tuple[TieredStore, int], torch.Tensor] = {}
@@ -152,56 +224,15 @@ def measured(options: argparse.Namespace, way: str, model: Any, tokenizer: Any, 
         return tokenizer(text, add_special_tokens=False).input_ids
 
     for seed in range(options.first_seed, options.first_seed + options.streams):
-        rng = random.Random(f"host tier {seed}")
-        told = facts(rng, options.facts)
-        lines = chat.in_text([[one] for one in told], rng, (line + "\n" for line in stdlib_lines(seed)),
-                             options.tokens, lambda text: len(ids_of(text)))
+        ids, asks = stream(ids_of, seed, options.tokens, options.facts)
         state = engine.open(0)
-        for line, _ in lines:
-            engine.accept(state, ids_of(line))
-            while engine.ready(state):
-                engine.commit(state)
-        found: list[tuple[float, bool]] = []
-        for first in range(0, options.asked, TOGETHER):
-            part = told[first:first + TOGETHER]
-            forks = [engine.fork(state, 1 + at) for at in range(len(part))]
-            values = []
-            for fork, one in zip(forks, part, strict=True):
-                before, value = one.line.split(" is ")
-                engine.accept(fork, ids_of(f"\n{before} is"))
-                while engine.ready(fork):
-                    engine.commit(fork)
-                values.append(ids_of(" " + value.rstrip(".")))
-            seen: list[list[tuple[float, bool]]] = [[] for _ in part]
-
-            def force(kept: list[tuple[float, bool]], ids: list[int]) -> Any:
-                def choose(logits: torch.Tensor) -> int:
-                    token = ids[len(kept)]
-                    kept.append((-float(logits.log_softmax(-1)[token]), int(logits.argmax()) == token))
-                    return token
-                return choose
-
-            for step in range(max(map(len, values))):
-                going = [at for at, ids in enumerate(values) if step < len(ids)]
-                with watch(engine, of_layers, chosen):
-                    answers = engine.decode([NextToken(forks[at], force(seen[at], values[at])) for at in going])
-                for answer in answers:
-                    if isinstance(answer, BaseException):
-                        raise answer
-                for at in going:
-                    while engine.ready(forks[at]):
-                        engine.commit(forks[at])
-            found += [(statistics.mean(loss for loss, _ in kept), all(right for _, right in kept)) for kept in seen]
+        read(engine, state, ids)
+        found = asked(engine, state, asks[:options.asked], lambda: watch(engine, of_layers, chosen))
         rows.append(found)
         print(f"{way}: {units} units, stream {seed}: {statistics.mean(loss for loss, _ in found):.3f}, "
               f"{statistics.mean(right for _, right in found):.3f} right, {time.perf_counter() - began:.0f} s",
               file=sys.stderr, flush=True)
-    losses = [loss for row in rows for loss, _ in row]
-    right = [float(whole) for row in rows for _, whole in row]
-    return {"units": units, "nll": round(statistics.mean(losses), 4),
-            "nll_interval": list(metrics.interval([[loss] for loss in losses])),
-            "right": round(statistics.mean(right), 4), "right_interval": list(metrics.interval([[x] for x in right])),
-            "questions": len(right), "fetched": engine.pool.fetched,
+    return {"units": units, **summary([found for row in rows for found in row]), "fetched": engine.pool.fetched,
             **({"hits": [[round(statistics.mean(part), 3) for part in zip(*layer, strict=True)] for layer in of_layers]}
                if of_layers[0] else {})}
 
@@ -221,9 +252,7 @@ def timed(options: argparse.Namespace, model: Any) -> dict[str, Any]:
                               chunk_size=options.chunk, policy="keydiff", store_bits=(2, 2), exact=tier)
         engine = Engine(attachment, config, make_policy("keydiff", {}, None), slots=1, decode_copy=True)
         state = engine.open(0)
-        engine.accept(state, ids)
-        while engine.ready(state):
-            engine.commit(state)
+        read(engine, state, ids)
         running[name] = engine, state
 
     def step(engine: Engine, state: Any) -> float:

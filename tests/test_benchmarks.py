@@ -50,6 +50,16 @@ def test_the_script_for_a_gpu_runs_at_toy_sizes():
     assert found["choices"].keys() == {"prefill_attention torch", "score_units torch"}
 
 
+@pytest.mark.thorough
+@pytest.mark.parametrize("part", ["nacl", "focus"])
+def test_parts_of_methods_are_measured_at_toy_sizes(part: str):
+    done = run_python("benchmarks/ablations.py", part, "--model", "recall", "--facts", "2", "--asked", "2",
+                      env=os.environ | {"PYTHONPATH": str(ROOT)}, timeout_s=600)
+    assert done.returncode == 0, done.stderr[-3000:]
+    rows = json.loads(done.stdout)["result"]["rows"]
+    assert len(rows) >= 8 and {row["questions"] for row in rows.values()} == {2}
+
+
 @pytest.mark.slow
 def test_the_script_for_a_gpu_runs_in_triton_s_interpreter():
     pytest.importorskip("triton", reason="triton is published for Linux only")
