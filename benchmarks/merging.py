@@ -11,8 +11,8 @@ the chunk's queries is from that to all units. With `--task marks` the model of 
 question by question, with plain units in as many bytes (bf16, as `host_tier.py` counts): 4 more a unit for a bias or a
 weight.
 
-    python benchmarks/merging.py --streams 2 --units 256 512 --whole --keep merging
-    python benchmarks/merging.py --task marks --tokens 16384 --facts 96 --asked 64 --chunk 128 --units 40
+    python benchmarks/merging.py --facts 48 --asked 48 --whole --keep merging_256
+    python benchmarks/merging.py --task marks --facts 48 --asked 48 --chunk 128 --units 40 --keep merging_marks
     python benchmarks/merging.py --check
 """
 
@@ -100,8 +100,8 @@ WAYS: dict[str, Way] = {
     **{f"match, bias + values, moved, ridge {ridge:g}": Way(bias=True, values=True, ranks="moved", ridge=ridge)
        for ridge in (1.0, 100.0)},
     "match, bias + values, as the paper": Way(bias=True, values=True, ridge=1e-6, old=False),
-    **{f"match, bias + values of the lowest, ridge {ridge:g}": Way(bias=True, values=True, lowest=0.125, ridge=ridge)
-       for ridge in (0.01, 1.0)},
+    **{f"match, {name} of the lowest, ridge {ridge:g}": Way(bias="bias" in name, values=True, lowest=0.125, ridge=ridge)
+       for name in ("values", "bias + values") for ridge in (0.01, 1.0)},
     "match, bias + values, with older queries, ridge 1": Way(bias=True, values=True, reservoir=256, ridge=1.0),
 }
 
