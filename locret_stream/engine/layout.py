@@ -52,9 +52,9 @@ class Layout:
         budgets = config.budget.per_layer(shape, shares, most=shape.window - config.chunk_size)
         check_window(budgets, config.chunk_size, shape)
         headwise = tuple(config.budget.by_head and unit.kv_heads > 1 and not unit.sliding for unit in shape.units)
-        most = max(units * unit.kv_heads if shares_units else units
-                   for units, unit, shares_units in zip(budgets, shape.units, headwise, strict=True))
-        tables = attachment.tables(min(most, shape.window - config.chunk_size) + config.chunk_size)
+        of_one = max((min(units * unit.kv_heads, shape.window - config.chunk_size)
+                      for units, unit, shared in zip(budgets, shape.units, headwise, strict=True) if shared), default=0)
+        tables = attachment.tables(max(*budgets, of_one) + config.chunk_size)
         policy.expect_declared()
         if config.budget.by_head:
             _expect_headwise(config, policy, shape, [layer for layer in tables.factors if headwise[layer]])
