@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import random
 import statistics
 import sys
 import time
@@ -27,15 +26,14 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from host_tier import SINKS, STABILIZERS, facts
+from host_tier import SINKS, STABILIZERS, TOGETHER, Asked, asked, read, stream, summary
 from record import record
 from torch import Tensor
 
 from locret_stream.cache import HeadwiseStore
 from locret_stream.config import Budget, StreamConfig
 from locret_stream.engine import Engine, EngineState, NextToken, layout
-from locret_stream.evaluation import chat, metrics
-from locret_stream.evaluation.haystack import stdlib_lines
+from locret_stream.evaluation import metrics
 from locret_stream.heads import RetainingHeads
 from locret_stream.kernels import select_units
 from locret_stream.models import attach
@@ -58,7 +56,7 @@ class Bench:
         self.attachment = attach(load_model(path, "float32", "cpu"))
         self.heads = self.attachment.put_beside(RetainingHeads.load(named.heads), self.attachment.dtype)
 
-    def engine(self, units: int, way: str, slots: int = 2) -> Engine:
+    def engine(self, units: int, way: str, slots: int = 1 + TOGETHER) -> Engine:
         """An engine with the budget divided that way."""
         budget = Budget(units=units, sinks=SINKS, stabilizers=STABILIZERS, by_head=way in ("fixed", "threshold"),
                         allocation="pyramid" if way == "pyramid" else "uniform")
@@ -68,35 +66,12 @@ class Bench:
     def ids(self, text: str) -> list[int]:
         return self.tokenizer(text, add_special_tokens=False).input_ids
 
-    def read(self, engine: Engine, seed: int) -> tuple[EngineState, list[chat.Told]]:
-        """A context that has read stream number `seed`, and its facts."""
-        rng = random.Random(f"by head {seed}")
-        told = facts(rng, self.options.facts)
-        lines = chat.in_text([[one] for one in told], rng, (line + "\n" for line in stdlib_lines(seed)),
-                             self.options.tokens, lambda text: len(self.ids(text)))
+    def read(self, engine: Engine, seed: int) -> tuple[EngineState, list[Asked]]:
+        """A context that has read stream number `seed`, and what is asked about it."""
+        ids, asks = stream(self.ids, seed, self.options.tokens, self.options.facts)
         state = engine.open(0)
-        for line, _ in lines:
-            engine.accept(state, self.ids(line))
-            while engine.ready(state):
-                engine.commit(state)
-        return state, told
-
-    def losses(self, engine: Engine, seed: int) -> list[float]:
-        """Of each fact asked, the mean negative log-likelihood of the tokens of its value."""
-        state, told = self.read(engine, seed)
-        found = []
-        for one in told[:self.options.asked]:
-            fork = engine.fork(state, 1)
-            before, value = one.line.split(" is ")
-            engine.accept(fork, self.ids(f"\n{before} is"))
-            answer, losses = self.ids(" " + value.rstrip(".")), []
-            for token in answer:
-                while engine.ready(fork):
-                    engine.commit(fork)
-                losses.append(-float(engine.logits(fork).log_softmax(-1)[token]))
-                engine.accept(fork, [token])
-            found.append(statistics.mean(losses))
-        return found
+        read(engine, state, ids)
+        return state, asks[:self.options.asked]
 
 
 @contextlib.contextmanager
@@ -153,19 +128,17 @@ def measured(bench: Bench) -> dict[str, Any]:
             engine, found = bench.engine(units, way), []
             with fixed(counts) if way == "fixed" else contextlib.nullcontext():
                 for seed in range(options.streams):
-                    found += bench.losses(engine, seed)
-            of_ways[way] = found
-            row[way] = {"nll": round(statistics.mean(found), 4),
-                        "nll_interval": list(metrics.interval([[loss] for loss in found])),
-                        "bytes": engine.pool.slot_bytes}
+                    found += asked(engine, *bench.read(engine, seed))
+            of_ways[way] = [loss for loss, _ in found]
+            row[way] = summary(found) | {"bytes": engine.pool.slot_bytes}
             if "uniform" in of_ways and way != "uniform":
-                gains = [[before - after] for before, after in zip(of_ways["uniform"], found, strict=True)]
+                gains = [[before - after] for before, after in zip(of_ways["uniform"], of_ways[way], strict=True)]
                 row[way] |= {"gain": round(statistics.mean(gain for [gain] in gains), 4),
                              "gain_interval": list(metrics.interval(gains))}
             if counts:
                 row[way]["least"], row[way]["most"] = min(map(min, counts)), max(map(max, counts))
             print(f"{units} units, {way}: {row[way]}, {time.perf_counter() - began:.0f} s", file=sys.stderr, flush=True)
-        rows[str(units)] = row | {"questions": len(found)}
+        rows[str(units)] = row
     return rows
 
 

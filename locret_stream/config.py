@@ -185,6 +185,8 @@ class Budget(msgspec.Struct, frozen=True, kw_only=True):
                                   f"at least {1 if name == 'units' else 0}")
             if value > MOST_UNITS:
                 raise ConfigError(f"budget: {name} is more than any layer can hold; expected at most {MOST_UNITS:,}")
+        if not isinstance(self.by_head, bool):
+            raise ConfigError(f"budget: by_head is {self.by_head!r}; expected True or False")
         if isinstance(self.allocation, str):
             if self.allocation not in ALLOCATIONS:
                 raise ConfigError(f"budget: allocation is {self.allocation!r}; expected one of "

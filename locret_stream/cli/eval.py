@@ -19,7 +19,6 @@ from locret_stream.cli.loading import load
 from locret_stream.cli.options import (
     USUAL_BUDGET,
     Acknowledge,
-    ByHead,
     Chunk,
     Device,
     Dtype,
@@ -107,7 +106,8 @@ def evaluate(
         "auto (the shares that come with the policy's heads, of a policy without heads those of locret, else the same "
         "for each layer), adaptive (those, or an error), uniform, pyramid, or shares such as 1,4,1,1; may be given "
         "more than once."))] = None,
-    by_head: ByHead = False,
+    by_head: Annotated[bool, typer.Option("--by-head", help=(
+        "Let the KV heads of a layer share its units, where the policy can and units have 16 bits."))] = False,
     knob: Annotated[list[str] | None, typer.Option(metavar="POLICY.NAME=VALUE", help=(
         "A policy's own setting; given again, another value of it."))] = None,
     store_bits: Annotated[list[int] | None, typer.Option(show_default="16", help=(

@@ -178,7 +178,7 @@ async def move(session: Session, name: str) -> None:
 async def restore(services: Services, branch: Branch, slot: int, generation: int | None = None) -> Session:
     """The session of a snapshot in a slot of its own. Raises as `Branch.load`; the slot is as it was then."""
     restored = await storing(services, lambda: branch.load(services.accepted, services.geometry,
-                                                           services.engine.most_units, generation))
+                                                           services.engine.layout.most, generation))
     return await revive(services, branch, restored, slot)
 
 
@@ -307,7 +307,7 @@ async def snapshot_of(session: Session, name: str, number: int) -> AsyncIterator
         try:
             await storing(services, old.expect_newest)
             yield branch, None if number == 0 else await storing(services, lambda: branch.load(
-                services.accepted, services.geometry, services.engine.most_units, number))
+                services.accepted, services.geometry, services.engine.layout.most, number))
         finally:
             if session.closed != REWOUND:
                 branch.close()

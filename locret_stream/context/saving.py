@@ -147,5 +147,5 @@ async def stored_units(session: SessionState) -> dict[str, Tensor]:
     `Branch.load_swapped_out`."""
     services = session.services
     restored = await storing(services, lambda: session.stored_branch.load_swapped_out(
-        services.accepted, services.geometry, services.engine.most_units))
+        services.accepted, services.geometry, services.engine.layout.most))
     return {name: tensor for name, tensor in restored.tensors.items() if name != "held"}

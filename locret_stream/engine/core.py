@@ -74,11 +74,6 @@ class Engine:
         return self.pool.bytes_resident + self.layout.tables.bytes_resident + self.attention.bytes_resident
 
     @property
-    def most_units(self) -> tuple[int, ...]:
-        """The most units that a KV head of each layer keeps, [L]."""
-        return tuple(map(self.layout.most_of_head, range(self.shape.layers)))
-
-    @property
     def geometry(self) -> Geometry:
         """What a unit's K and V are in snapshots."""
         dtype, layers = self.attachment.dtype, self.layout.stored_rows
@@ -474,8 +469,8 @@ class Engine:
     def _keep(self, state: EngineState, layer: int, scores: Tensor, new: int) -> Tensor | list[Tensor] | None:
         """Ranks that stay of a layer's units and `new` ones, [H, B], or of each head where the heads share a budget;
         None where all units fit. Layers with a sliding window keep their last units."""
-        store, most = state.store, self.layout.most_of_head(layer)
-        if store.held(layer) + new <= self.budgets[layer] and store.counts[layer] + new <= most:
+        store = state.store
+        if store.held(layer) + new <= self.budgets[layer] and store.counts[layer] + new <= self.layout.most[layer]:
             return None
         sinks, stabilizers = self.layout.protection_of(layer, len(state.focus))
         rank_by = torch.zeros_like(scores[0]) if self.shape.units[layer].sliding else scores[0]

@@ -28,7 +28,8 @@ class Layout:
         on_load: for every layer, whether kernels apply RoPE as they read keys, so that no rotated keys are stored.
         dtype: of keys, values and hidden states.
         states: the tensors of the model's recurrent state.
-        headwise: for every layer, whether its KV heads share its budget.
+        headwise: for every layer, whether its KV heads share its budget. most: the most units that one of its heads
+            keeps, [L]: the budget, or where they share it what the window has room for.
         given_means: whether the means that codes of keys are without come with the heads, and not with each context.
     """
 
@@ -42,6 +43,7 @@ class Layout:
     dtype: torch.dtype
     states: tuple[StateTensor, ...]
     headwise: tuple[bool, ...]
+    most: tuple[int, ...]
     given_means: bool
 
     @classmethod
@@ -52,9 +54,9 @@ class Layout:
         budgets = config.budget.per_layer(shape, shares, most=shape.window - config.chunk_size)
         check_window(budgets, config.chunk_size, shape)
         headwise = tuple(config.budget.by_head and unit.kv_heads > 1 and not unit.sliding for unit in shape.units)
-        of_one = max((min(units * unit.kv_heads, shape.window - config.chunk_size)
-                      for units, unit, shared in zip(budgets, shape.units, headwise, strict=True) if shared), default=0)
-        tables = attachment.tables(max(*budgets, of_one) + config.chunk_size)
+        most = tuple(min(units * unit.kv_heads, shape.window - config.chunk_size) if shared else units
+                     for units, unit, shared in zip(budgets, shape.units, headwise, strict=True))
+        tables = attachment.tables(max(most) + config.chunk_size)
         policy.expect_declared()
         if config.budget.by_head:
             _expect_headwise(config, policy, shape, [layer for layer in tables.factors if headwise[layer]])
@@ -69,7 +71,7 @@ class Layout:
                      tuple(uses_triton(torch.empty(0, device=place.device)) for place in attachment.places),
                      tuple(pair is not None and attachment.rotates_on_load(layer) and not config.quantised
                            for layer, pair in enumerate(tables.layers)), attachment.dtype,
-                     attachment.states, headwise, given_means and config.quantised)
+                     attachment.states, headwise, most, given_means and config.quantised)
         for units, window, (sinks, stabilizers) in zip(budgets, shape.sliding, layout.protection, strict=True):
             if not window and sinks + stabilizers >= units:
                 raise ConfigError(f"policy {policy.name!r} protects {sinks} + {stabilizers} units of {units}; "
@@ -112,19 +114,13 @@ class Layout:
         """`protection_of` every layer, without a focus."""
         return [self.protection_of(layer) for layer in range(self.shape.layers)]
 
-    def most_of_head(self, layer: int) -> int:
-        """The most units that a KV head of a layer keeps."""
-        if not self.headwise[layer]:
-            return self.budgets[layer]
-        return min(self.budgets[layer] * self.shape.units[layer].kv_heads, self.shape.window - self.chunk_size)
-
     def select(self, layer: int, scores: Sequence[Tensor], units: int, sinks: int, stabilizers: int, *,
                front: int = 0) -> list[Tensor]:
         """The units that stay in a layer whose heads share a budget of `units` for each of them: of each head the
         ascending ranks. `scores`: of each head, [N_h]; `front`: units that will stand in front of those that stay.
         Others as of `select_units`."""
         least = max(sinks + stabilizers, int(LEAST_OF_HEAD * units))
-        return select_by_threshold(scores, units * len(scores), least, self.most_of_head(layer) - front, sinks,
+        return select_by_threshold(scores, units * len(scores), least, self.most[layer] - front, sinks,
                                    stabilizers)
 
     @property

@@ -139,7 +139,7 @@ def expect_loadable(layout: Layout, tensors: Mapping[str, Tensor], fresh: Engine
     for layer in range(shape.layers):
         positions = tensors[f"{layer}.positions"]
         if layout.headwise[layer]:
-            _expect_headwise(layout, layer, positions, count)
+            _expect_headwise(layout, layer, positions, count, had_focus="focus" in tensors)
         elif positions.shape[1] and (int(positions.min()) < 0 or int(positions.max()) >= count
                                    or bool((positions.diff(dim=-1) <= 0).any())):
             raise SnapshotCorrupt(f"positions of layer {layer} do not ascend inside 0 to {count}")
@@ -178,22 +178,23 @@ def _expected_units(keys: Tensor | None, seen: int, budget: int, window: int | N
 def _expected_of_most(positions: Tensor | None, seen: int, layer: int, layout: Layout) -> int:
     """How many units the head with most must have, in a layer whose heads share a budget: as many as are said, if they
     can be so many."""
-    most = min(seen, layout.most_of_head(layer))
+    most = min(seen, layout.most[layer])
     return min(positions.shape[1], most) if positions is not None and positions.dim() == 2 else most
 
 
-def _expect_headwise(layout: Layout, layer: int, positions: Tensor, seen: int) -> None:
+def _expect_headwise(layout: Layout, layer: int, positions: Tensor, seen: int, *, had_focus: bool) -> None:
     """Raises SnapshotCorrupt unless the positions [H, n] of a layer whose heads share a budget ascend in each head up
-    to its last unit, and its heads together have no more units than it keeps."""
+    to its last unit, and its heads together have as many units as it keeps, or fewer, where there was a focus."""
     real = positions != NOWHERE
     ascend = (positions.diff(dim=-1) > 0) | ~real[:, 1:]
     held = int(real.sum())
     if bool((real[:, 1:] & ~real[:, :-1]).any()) or not bool(ascend.all()) or (held and not (
             0 <= int(positions[real].min()) and int(positions[real].max()) < seen)):
         raise SnapshotCorrupt(f"positions of layer {layer} do not ascend inside 0 to {seen} in every KV head")
-    if held > layout.budgets[layer] * len(positions):
-        raise SnapshotCorrupt(f"layer {layer} has {held} units; expected at most {layout.budgets[layer]} for each of "
-                              f"its {len(positions)} KV heads, which share them")
+    most = min(seen, layout.budgets[layer]) * len(positions)
+    if held > most or (held < most and not had_focus):
+        raise SnapshotCorrupt(f"layer {layer} has {held} units; expected {'at most ' * had_focus}{most} of its "
+                              f"{len(positions)} KV heads, which share them")
 
 
 def _focus_in(tensors: Mapping[str, Tensor]) -> tuple[list[int], list[int] | None]:

@@ -157,8 +157,7 @@ class Runtime:
         self.autosave, self.library = autosave, __version__
         self._loaders = (model, tokenizer)
         self._heads, self._decode_copy = heads, decode_copy
-        if not isinstance(by_head, bool):
-            raise ConfigError(f"by_head is {by_head!r}; expected True or False")
+        Budget(units=1, sinks=0, stabilizers=0, by_head=by_head)  # raises
         self._wanted = Wanted(policy=policy, knobs=dict(knobs or {}), budget=budget, chunk_size=chunk_size, sinks=sinks,
                               stabilizers=stabilizers, by_head=by_head, store_bits=check_store_bits(store_bits),
                               exact=host_tier(exact))
@@ -244,7 +243,8 @@ class Runtime:
         """
         self.check_open()
         config, budget = self.engine.config, self.engine.config.budget
-        if not can_share(policy if isinstance(policy, Policy) else POLICIES[policy]):
+        kind = policy if isinstance(policy, Policy) else POLICIES.get(policy)  # of an unknown one Runtime says so
+        if kind is not None and not can_share(kind):
             budget = msgspec.structs.replace(budget, by_head=False)
         other = Runtime(self.model, self.tokenizer, heads=self._heads, policy=policy, knobs=knobs, budget=budget,
                         chunk_size=config.chunk_size, max_live=self.max_live, scratch=self.scratch,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from langchain_locret import LocretChatModel
-from locret_stream import Budget, ConfigError, Runtime, SnapshotCorrupt, SnapshotMismatch
+from locret_stream import Budget, ConfigError, Runtime, SnapshotCorrupt, SnapshotMismatch, UnknownPolicy
 from locret_stream.cache import NOWHERE
 from locret_stream.cli.loading import runtime_options
 from locret_stream.cli.options import RuntimeOptions
@@ -115,20 +115,33 @@ def test_a_runtime_beside_shares_where_its_policy_can():
     asyncio.run(main())
 
 
+def test_a_runtime_beside_of_an_unknown_policy_says_so():
+    async def main() -> None:
+        async with by_head() as runtime:
+            with pytest.raises(UnknownPolicy, match="locrat"):
+                runtime.beside("locrat")
+
+    asyncio.run(main())
+
+
 def test_the_faces_set_it():
     assert runtime_options(RuntimeOptions(by_head=True))["by_head"]
     assert LocretChatModel(by_head=True).shared.settings.options
     with pytest.raises(ConfigError, match="beside a Budget"):
         Runtime(support.model(), support.tokenizer(), budget=SHARED, by_head=True, policy="locret",
                 heads=leaning()).start()
+    for of in (lambda: Budget(units=8, by_head="yes"), lambda: LocretChatModel(by_head="host")):
+        with pytest.raises(ValueError, match="by_head"):
+            of()
     with pytest.raises(ConfigError, match="by_head is 'yes'"):
         Runtime(support.model(), support.tokenizer(), by_head="yes")
 
 
 def test_a_cell_of_it_has_a_name_of_its_own():
     cells = planned(Axes(tasks=("recall",), policies=("locret", "h2o"), budgets=(64,), lengths=(512,), questions=8,
-                         heads={"locret": ("somewhere",)}, by_head=True), [])
-    assert [(cell.policy, cell.by_head) for cell in cells] == [("locret", True), ("h2o", False)]
+                         heads={"locret": ("somewhere",)}, store_bits=(16, 4), by_head=True))
+    assert [(cell.policy, cell.store_bits, cell.by_head) for cell in cells] == [
+        ("locret", 16, True), ("locret", 4, False), ("h2o", 16, False), ("h2o", 4, False)]
     origin = Origin(weights="", tokenizer="", heads="", text="", tasks=1)
     shared, equal = (Cell(task="recall", policy="locret", length=1024, units=64, by_head=by) for by in (True, False))
     assert file_name(shared, origin) != file_name(equal, origin)

@@ -12,22 +12,40 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from locret_stream.cache import NOWHERE, HeadwiseStore
+from locret_stream.config import Budget, StreamConfig
 from locret_stream.engine import Engine, EngineState, NextToken, layout
 from locret_stream.engine.occupancy import occupancy
 from locret_stream.errors import ConfigError, SnapshotCorrupt
 from locret_stream.heads import RetainingHeads
 from locret_stream.kernels import reference
+from locret_stream.models import attach
+from locret_stream.policies import Chunk, Policy
 from tests.engine.naive import NaiveByHead
 from tests.engine.test_laws import CHUNK, SHARES, SINKS, STABILIZERS, UNITS, Rig, operation, play
 from tests.kit import assert_same, build, examples, feed, ids_of, model, random_heads
 
 QUERY = ids_of(4, seed=11)
+KINDS = ["llama", "gemma3", "gemma2", "gpt-oss", "smollm3", "gemma4-e2b", "qwen3.5"]
+
+
+class Leaning(Policy):
+    """Scores by K alone, so for layers of any shapes; of the first head the highest, and the lowest."""
+
+    name = "leaning"
+
+    def score(self, chunk: Chunk) -> Tensor:
+        scores = torch.sin(chunk.k.float().sum(-1))
+        scores[0] *= 4
+        return scores
 
 
 def engine_of(on: str = "llama", *, by_head: bool = True, **more: Any) -> Engine:
-    return build("locret", on=model(on), by_head=by_head, **{
-        "units": UNITS, "chunk_size": CHUNK, "sinks": SINKS, "stabilizers": STABILIZERS,
-        "allocation": SHARES if on == "llama" else "uniform"} | more)
+    if on == "llama":
+        return build("locret", on=model(on), by_head=by_head, **{
+            "units": UNITS, "chunk_size": CHUNK, "sinks": SINKS, "stabilizers": STABILIZERS,
+            "allocation": SHARES} | more)
+    budget = Budget(units=UNITS, sinks=SINKS, stabilizers=STABILIZERS, allocation="uniform", by_head=by_head)
+    return Engine(attach(model(on)), StreamConfig(budget=budget, chunk_size=CHUNK, policy="leaning"), Leaning(), 4)
 
 
 def leaning(scale: float = 4.0) -> RetainingHeads:
@@ -92,10 +110,11 @@ def test_the_engine_keeps_what_the_naive_one_keeps(sinks: int, stabilizers: int,
         assert (engine.logits(state) - naive.next_logits()).abs().max() < 1e-4
 
 
-@pytest.mark.parametrize("on", ["llama", "gemma3", "gemma2", "gpt-oss", "smollm3"])
+@pytest.mark.parametrize("on", KINDS)
 def test_committed_state_is_a_function_of_the_tokens(on: str):
     """All laws of exact units over random operations."""
     engine = engine_of(on, **({"heads": leaning()} if on == "llama" else {}))
+    assert any(engine.layout.headwise)
 
     @settings(max_examples=examples(15))
     @given(st.lists(operation, min_size=6, max_size=12))
@@ -106,7 +125,7 @@ def test_committed_state_is_a_function_of_the_tokens(on: str):
     assert engine.pool.bytes_resident == engine.pool.formula_bytes()
 
 
-@pytest.mark.parametrize("on", ["llama", "gemma3", "gemma2", "gpt-oss", "smollm3"])
+@pytest.mark.parametrize("on", KINDS)
 def test_with_a_floor_of_all_it_is_the_equal_heads(on: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(layout, "LEAST_OF_HEAD", 1.0)
     equal, shared = engine_of(on, by_head=False), engine_of(on)
@@ -201,7 +220,7 @@ def test_receipts_and_occupancy_count_what_each_head_keeps():
     assert state.peaks == [units + CHUNK for units in engine.budgets]
 
 
-@pytest.mark.parametrize("harm", ["order", "gap", "future", "many", "shape"])
+@pytest.mark.parametrize("harm", ["order", "gap", "future", "many", "few", "shape"])
 def test_tensors_of_no_context_are_refused(harm: str):
     engine = engine_of(heads=leaning())
     state = engine.open(0)
@@ -215,6 +234,8 @@ def test_tensors_of_no_context_are_refused(harm: str):
         positions[short, 1] = NOWHERE
     elif harm == "future":
         positions[short][positions[short] != NOWHERE] = positions[short][positions[short] != NOWHERE] + 9 * CHUNK
+    elif harm == "few":
+        positions[short, int((positions[short] != NOWHERE).sum()) - 1] = NOWHERE
     elif harm == "many":
         positions[short] = torch.arange(positions.shape[1])
     else:
@@ -229,6 +250,12 @@ def test_tensors_of_no_context_are_refused(harm: str):
 def test_what_cannot_share_is_refused_by_name(more: dict[str, Any], said: str):
     with pytest.raises(ConfigError, match=said):
         build(**{"policy": "locret", "by_head": True} | more)
+
+
+@pytest.mark.parametrize("on", ["llama4", "inkling", "deepseek-v3.2"])
+def test_models_that_use_ranks_beside_rope_are_refused(on: str):
+    with pytest.raises(ConfigError, match="use ranks beside RoPE"):
+        engine_of(on)
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -41,8 +41,8 @@ def _partial(q, keys, values, slots, lengths, firsts, windows, cos, sin, sink_lo
              BLOCK_HALF: tl.constexpr):
     """One split of one context's units, for a tile of the G * T rows of one KV head; how units are cut says `tiles_of`.
 
-    WINDOW: of all contexts, 0 for none. OF_EACH: each has its own, in `windows`. FIRSTS: each
-    begins at a row of its own, in `firsts`.
+    WINDOW: of all contexts, 0 for none. OF_EACH: each has its own, in `windows`. FIRSTS: each begins at a row of its
+    own, in `firsts`.
     SPLIT: normalized rows and their base-2 log-sum-exp into [A * H*G * T, splits, V + V_REST] and [A * H*G * T,
     splits]; else the result itself.
     """
