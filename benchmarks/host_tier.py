@@ -210,8 +210,9 @@ def measured(options: argparse.Namespace, way: str, model: Any, tokenizer: Any, 
     own = None if heads is None else attachment.put_beside(heads, attachment.dtype)
     policy, means = ("locret", heads.key_means) if heads is not None else ("keydiff", None)
     units = options.exact if options.same_units else fitting(bits, tier, options.exact, attachment.shape)
-    config = StreamConfig(budget=Budget(units=units, sinks=SINKS, stabilizers=STABILIZERS), chunk_size=options.chunk,
-                          policy=policy, store_bits=check_store_bits(bits), exact=tier)
+    budget = Budget(units=units, sinks=SINKS, stabilizers=STABILIZERS, by_head=options.by_head)
+    config = StreamConfig(budget=budget, chunk_size=options.chunk, policy=policy, store_bits=check_store_bits(bits),
+                          exact=tier)
     engine = Engine(attachment, config, make_policy(policy, {}, own), slots=1 + TOGETHER, key_means=means,
                     shares=heads.config.budget_shares if heads is not None else None)
     rows: list[Found] = []
@@ -349,6 +350,7 @@ def main() -> None:
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--exact", type=int, default=512, help="exact units per KV head whose bytes are filled")
     parser.add_argument("--same-units", action="store_true", help="as many units in every way, whatever they take")
+    parser.add_argument("--by-head", action="store_true", help="the KV heads of a layer share its units")
     parser.add_argument("--hits", action="store_true")
     parser.add_argument("--steps", type=int, default=0, metavar="N")
     parser.add_argument("--flat", type=int, default=0, metavar="N")
@@ -357,6 +359,8 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--keep", metavar="NAME", help="write the result to benchmarks/results/NAME.json")
     options = parser.parse_args()
+    if options.hits and options.by_head:
+        parser.error("--hits counts ranks that are the same in every head; expected it without --by-head")
     torch.set_num_threads(options.threads)
     record(options.keep or "host_tier", run(options), keep=options.keep is not None)
 

@@ -109,12 +109,13 @@ class QuantisedBuffers(LayerBuffers):
     hot: HotUnits | None = None
 
     @classmethod
-    def empty(cls, slots: int, unit: UnitShape, units: int, exact: int, store_bits: tuple[int, int], *,
+    def empty(cls, slots: int, unit: UnitShape, coded: tuple[int, int], exact: int, store_bits: tuple[int, int], *,
               scores: Tensor, positions: Tensor, scratch: Tensor, dense: Dense, means: Tensor | None = None,
               host: HostRows | None = None, hot: HotUnits | None = None) -> QuantisedBuffers:
-        """Buffers of `units` coded units and `exact` exact ones, in the dtype of `dense`; `means` [H, D] if given."""
+        """Buffers of codes, as many `coded` rows of as many heads as it says, and of `exact` exact units of each head,
+        in the dtype of `dense`; `means` [H, D] if given."""
         heads, dtype, device = unit.kv_heads, dense.parts[0].dtype, dense.parts[0].device
-        keys, values = (torch.zeros(slots, heads, units, stored_row(dim, bits, dtype), dtype=torch.uint8, device=device)
+        keys, values = (torch.zeros(slots, *coded, stored_row(dim, bits, dtype), dtype=torch.uint8, device=device)
                         for dim, bits in zip(unit.dims, store_bits, strict=True))
         exact_keys, exact_values = (torch.zeros(slots, heads, exact, dim, dtype=dtype, device=device)
                                     for dim in unit.dims)

@@ -18,10 +18,9 @@ class HostRows:
     units: [S, H, b, D_K + D_V] of the model's dtype, K before RoPE and then V, so that one copy fetches both; pinned
         where the device is CUDA. V of no numbers where K is V, too.
     keys, values: the two parts of it, [S, H, b, D]. rows: of each slot the whole of it, head by head, [H * b, ...].
-    places: [S, H, b] int64 on the host: of each rank its row among those of all heads; behind the committed units the
-        rows that are free, so that those of a head are a permutation of its rows.
-    starts: [H, 1] int64, the first row of each head.
-    lent: of each slot that reads the rows of another one, which it is, and how many units it has there: a copy of a
+    places: [S, H * b] int64 on the host: of each row of codes, head by head, which of `rows` has the same unit exactly;
+        where no unit lies, one that is free, so that they are a permutation.
+    lent: of each slot that reads the rows of another one, which it is, and the places of its units there: a copy of a
         slot takes no rows of its own until either of the two writes (`own`).
     """
 
@@ -30,8 +29,7 @@ class HostRows:
     values: Tensor
     rows: list[Tensor]
     places: Tensor
-    starts: Tensor
-    lent: dict[int, tuple[int, int]] = field(default_factory=dict)
+    lent: dict[int, tuple[int, Tensor]] = field(default_factory=dict)
 
     @classmethod
     def empty(cls, slots: int, unit: UnitShape, units: int, dtype: torch.dtype, device: torch.device) -> HostRows:
@@ -40,9 +38,8 @@ class HostRows:
         heads, dims = unit.kv_heads, unit.dims
         both = torch.zeros(slots, heads, units, sum(dims), dtype=dtype, device=host, pin_memory=device.type == "cuda")
         keys, values = both.split(dims, dim=-1)
-        starts = torch.arange(heads, device=host)[:, None] * units
         return cls(both, keys, values, [slot.flatten(0, 1) for slot in both],
-                   (torch.arange(units, device=host) + starts).repeat(slots, 1, 1), starts)
+                   torch.arange(heads * units, device=host).repeat(slots, 1))
 
     def read(self, slot: int, at: Tensor, device: torch.device | None = None) -> tuple[Tensor, Tensor]:
         """K before RoPE and V, [N, D], of the rows `at` [N]: two parts of one copy, on the host or on a device."""
@@ -52,9 +49,8 @@ class HostRows:
         return keys, values
 
     def read_part(self, slot: int, at: Tensor, part: int) -> Tensor:
-        """K before RoPE (part 0) or V (part 1), [H, n, D], of the rows `at` [H, n]."""
-        units = (self.keys, self.values)[part][self._source(slot)].flatten(0, 1)
-        return units.index_select(0, at.flatten()).view(*at.shape, units.shape[-1])
+        """K before RoPE (part 0) or V (part 1), [N, D], of the rows `at` [N]."""
+        return (self.keys, self.values)[part][self._source(slot)].flatten(0, 1).index_select(0, at)
 
     def write(self, slot: int, at: Tensor, units: tuple[Tensor, Tensor]) -> None:
         """Write K before RoPE and V, [N, D], to the rows `at` [N]."""
@@ -66,18 +62,17 @@ class HostRows:
         """The slot whose rows that one reads."""
         return self.lent[slot][0] if slot in self.lent else slot
 
-    def lend(self, slot: int, to: int, count: int) -> None:
-        """Let another slot have the first `count` units of this one."""
+    def lend(self, slot: int, to: int, live: Tensor) -> None:
+        """Let another slot have the units of this one, which lie at the rows `live` [N] of codes."""
         self.own(to)
         self.places[to] = self.places[slot]
-        self.lent[to] = self._source(slot), count
+        self.lent[to] = self._source(slot), self.places[slot][live]
 
     def own(self, slot: int) -> None:
         """Whatever writes rows of a slot calls this first: from then on it shares none."""
         for other in [slot, *(other for other, (source, _) in self.lent.items() if source == slot)]:
             if other in self.lent:
-                _, count = self.lent[other]
-                at = self.places[other, :, :count].flatten()
+                _, at = self.lent[other]
                 rows = self.rows[self._source(other)].index_select(0, at)
                 del self.lent[other]
                 self.rows[other][at] = rows

@@ -80,7 +80,6 @@ class Pool:
                  states: Sequence[StateTensor] = (), tier: HostTier | None = None, headwise: Sequence[bool] = ()):
         assert tier is None or store_bits != (16, 16), "units that are exact on the device need no copy"
         self.headwise = tuple(headwise) or (False,) * len(budgets)
-        assert store_bits == (16, 16) or not any(self.headwise), "codes lie head by head in equal rooms"
         self.shape, self.budgets, self.chunk_size, self.slots = shape, budgets, chunk_size, slots
         self.store_bits, self.quantised, self.dtype = store_bits, store_bits != (16, 16), dtype
         self.states = StateBuffers(states, slots)
@@ -106,11 +105,13 @@ class Pool:
             scores = torch.zeros(slots, planes, heads, room, dtype=torch.float32, device=device)
             positions = torch.zeros(slots, heads, room, dtype=torch.int64, device=device)
             if self.quantised:
-                form = layer if decode_copy else (heads, *unit.dims, device)
+                form = layer if decode_copy else (unit.kv_heads, *unit.dims, device)
                 if form not in shared:
-                    shared[form] = Dense.empty(unit, room if decode_copy else max(budgets) + chunk_size, dtype, device)
+                    most = units if decode_copy else max(budgets)
+                    shared[form] = Dense.empty(unit, most + chunk_size, dtype, device)
+                coded = (1, unit.kv_heads * units) if self.headwise[layer] else (unit.kv_heads, units)
                 self.layers.append(QuantisedBuffers.empty(
-                    slots, unit, units, self.tails[layer] + chunk_size, store_bits, scores=scores,
+                    slots, unit, coded, self.tails[layer] + chunk_size, store_bits, scores=scores,
                     positions=positions, scratch=scratches[device], dense=shared[form], means=means[layer],
                     host=HostRows.empty(slots, unit, units, dtype, device) if tier else None,
                     hot=HotUnits.empty(slots, unit, min(units, tier.hot), dtype, device) if tier else None))

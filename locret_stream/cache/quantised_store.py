@@ -12,6 +12,7 @@ next token reads nothing again.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +23,16 @@ from locret_stream.cache.unit_store import Keep, Rotate, UnitStore
 from locret_stream.kernels import compact_units, dequantise_units, quantise_units, slot_units
 
 _LATE = 16  # units of a layer that `append` keeps before it writes them
+
+
+class _Part(NamedTuple):
+    """K or V of a layer's committed units: bits, rows of codes [H, b, bytes], exact units [H, n, D], and the means of
+    the stream and of a focus, [H, 1, D] each."""
+
+    bits: int
+    rows: Tensor
+    exact: Tensor
+    means: tuple[Tensor | None, ...]
 
 
 class QuantisedStore(UnitStore):
@@ -60,15 +71,24 @@ class QuantisedStore(UnitStore):
         if dense.owner != (self, layer, False) or dense.right[1] != rank or dense.right[2] != rank:
             self.write(layer, rank, keys, values, rotate)
             self._attended(layer, rank + 1, rotate)
-            return dense.parts[2], dense.parts[1]
+            return self._found(layer)
         row = self._row(layer, rank)
         if keys.is_cpu:
             self._keep_late(layer, row, keys, values)
         else:
             self._write_rows(layer, row, keys, values)
         for part, unit in ((1, values), (2, turned)):
-            slot_units(dense.parts[part], 0, rank, rank + 1).copy_(unit)
+            self._put_new(layer, dense.parts[part], rank, unit)
             dense.right[part] = rank + 1
+        return self._found(layer)
+
+    def _put_new(self, layer: int, part: Tensor, rank: int, unit: Tensor) -> None:
+        """Write one unit [1, H, 1, D] at that rank to a part of the scratch."""
+        slot_units(part, 0, rank, rank + 1).copy_(unit)
+
+    def _found(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Rotated keys and values in the scratch."""
+        dense = self._buffers(layer).dense
         return dense.parts[2], dense.parts[1]
 
     def _row(self, layer: int, rank: int, new: int = 1) -> int:
@@ -120,45 +140,58 @@ class QuantisedStore(UnitStore):
                   ) -> tuple[Tensor, Tensor, Tensor]:
         """`attended`: of committed units what their codes say, or, where the host has them, what is `exact`."""
         keys, dense = self._dense(layer, count, 0, exact=exact), self._buffers(layer).dense
-        rotated, start = dense.parts[2][:, :, :count], min(dense.right[2], count)
+        start = min(dense.right[2], count)
         if start < count:
-            rotate(layer, keys[:, :, start:], start, rotated[:, :, start:])
+            self._rotate_read(layer, start, count, rotate)
             dense.right[2] = count
         if dense.parts[1] is not dense.parts[2]:
-            return keys, rotated, self._dense(layer, count, 1, exact=exact)
+            values = self._dense(layer, count, 1, exact=exact)
+            return keys, self._of(layer, dense.parts[2], count), values
         dense.right[1] = dense.right[2]
-        return keys, rotated, rotated
+        return keys, *(self._of(layer, dense.parts[2], count),) * 2
 
     def _dense(self, layer: int, count: int, part: int, *, exact: bool = False) -> Tensor:
         """K (part 0) or V (part 1) of the first `count` ranks, [1, H, count, D], in the scratch."""
         dense, committed = self._buffers(layer).dense, min(count, self.counts[layer])
-        out = dense.parts[part][0, :, :count]
         if dense.owner != (self, layer, exact):
             dense.owner, dense.right = (self, layer, exact), [0, 0, 0]
         right = dense.right[part]
         if right < committed:
             dense.shown = dense.cold = None
-            (self._read_exact if exact else self._read_codes)(layer, part, out[:, :committed])
+            self._read_committed(layer, part, committed, exact=exact)
             right = committed if exact else max(0, min(committed, self.counts[layer] - self.pool.residuals[layer]))
         if right < count:
             self._write_late(layer)
-            behind = self.pool.tails[layer] - self.counts[layer]  # the row of rank 0, if all ranks had rows there
-            out[:, right:] = self._parts(layer)[part][2][:, behind + right:behind + count]
+            self._read_behind(layer, part, right, count)
         dense.right[part] = max(dense.right[part], count)
-        return out[None]
+        return self._of(layer, dense.parts[part], count)
+
+    def _of(self, layer: int, part: Tensor, count: int) -> Tensor:
+        """The first `count` ranks of a part of the scratch, [1, H, count, D]."""
+        return part[:, :, :count]
+
+    def _rotate_read(self, layer: int, start: int, count: int, rotate: Rotate) -> None:
+        """Rotate the keys of the ranks start .. count-1 in the scratch."""
+        keys, _, rotated = self._buffers(layer).dense.parts
+        rotate(layer, keys[:, :, start:count], start, rotated[:, :, start:count])
+
+    def _read_committed(self, layer: int, part: int, count: int, *, exact: bool) -> None:
+        """Write K or V of the first `count` committed units to the scratch: what their codes say, or, where the host
+        has them, what is `exact`."""
+        out = self._buffers(layer).dense.parts[part][0, :, :count]
+        (self._read_exact if exact else self._read_codes)(layer, part, out)
+
+    def _read_behind(self, layer: int, part: int, start: int, count: int) -> None:
+        """Write K or V of the ranks start .. count-1, which are exact on the device, to the scratch."""
+        behind = self.pool.tails[layer] - self.counts[layer]  # the row of rank 0, if all ranks had rows there
+        exact = self._parts(layer)[part].exact
+        self._buffers(layer).dense.parts[part][0, :, start:count] = exact[:, behind + start:behind + count]
 
     def _read_codes(self, layer: int, part: int, out: Tensor) -> None:
         """Write K or V of the first committed units to `out` [H, n, D]: what their codes say, and the first ones of the
         stream exactly."""
-        (bits, rows, exact, means), count, first = self._parts(layer)[part], out.shape[1], self._firsts(layer)
-        if bits == 16:
-            out.copy_(rows[:, :count].view(out.dtype))
-        else:
-            front = min(first.start, count)
-            dequantise_units(rows[:, :front], bits, out[:, :front], means[1])
-            dequantise_units(rows[:, front:count], bits, out[:, front:], means[0])
-        stop = max(first.start, min(first.stop, count))
-        out[:, first.start:stop] = exact[:, :stop - first.start]
+        held, (front, stop) = self._parts(layer)[part], self._firsts(layer)
+        say(held.bits, held.rows, held.exact, held.means, out, front, stop)
 
     def _read_exact(self, layer: int, part: int, out: Tensor) -> None:
         raise AssertionError("codes are the only copy")
@@ -169,15 +202,17 @@ class QuantisedStore(UnitStore):
         if dense.owner is not None and dense.owner[:2] == (self, layer):
             dense.right = [min(right, start) for right in dense.right]
 
-    def _parts(self, layer: int) -> tuple[tuple[int, Tensor, Tensor, Sequence[Tensor | None]], ...]:
-        """Of K and of V: bits, rows of codes, exact units, and the means of the stream and of a focus, [H, 1, D]."""
+    def _parts(self, layer: int) -> tuple[_Part, _Part]:
+        """K and V of the committed units."""
         buffers, slot, (keys, values) = self._buffers(layer), self.slot, self.pool.store_bits
-        return ((keys, buffers.keys[slot], buffers.exact_keys[slot], buffers.means[slot][:, :, None].unbind()),
-                (values, buffers.values[slot], buffers.exact_values[slot], (None, None)))
+        return (_Part(keys, buffers.keys[slot], buffers.exact_keys[slot],
+                      tuple(buffers.means[slot][:, :, None].unbind())),
+                _Part(values, buffers.values[slot], buffers.exact_values[slot], (None, None)))
 
-    def _firsts(self, layer: int) -> slice:
-        """The ranks of the first units of the stream, which are exact, whether or not they are there already."""
-        return slice(self.fronts[layer], self.fronts[layer] + self.pool.firsts[layer])
+    def _firsts(self, layer: int) -> tuple[int, int]:
+        """The rank of the first of the units of the stream that are exact from their commit on, and the rank behind the
+        last of them, whether or not they are there already."""
+        return self.fronts[layer], self.fronts[layer] + self.pool.firsts[layer]
 
     # -- committed units --------------------------------------------------------------------------------------
 
@@ -200,13 +235,9 @@ class QuantisedStore(UnitStore):
         """Code the last `new` written units, and keep of all units those at the ranks `keep`; as `UnitStore.commit`."""
         self._write_late(layer)
         self._changed(layer)
+        coded = self._code_new(layer, new)
         buffers, slot, count = self._buffers(layer), self.slot, self.counts[layer]
-        total, tail, first = count + new, self.pool.tails[layer], self._firsts(layer)
-        keys, values = (part[slot, :, tail:tail + new] for part in (buffers.exact_keys, buffers.exact_values))
-        at, missing = count - first.start, max(0, min(first.stop, total) - count)
-        buffers.exact_keys[slot, :, at:at + missing] = keys[:, :missing]
-        buffers.exact_values[slot, :, at:at + missing] = values[:, :missing]
-        coded = self._stored(layer, keys, values, focus=False)
+        total = count + new
         buffers.scores[slot, :, :, :total] = scores
         positions = buffers.positions[slot]
         positions[:, count:total] = torch.arange(first_position, first_position + new, device=positions.device)
@@ -221,14 +252,29 @@ class QuantisedStore(UnitStore):
             rows[slot, :, :kept] = moved[:, :kept]
         self.counts[layer] = kept
 
+    def _new_rows(self, layer: int, new: int) -> tuple[Tensor, Tensor]:
+        """K before RoPE and V, [H, T, D], of the units that a forward has written."""
+        buffers, tail = self._buffers(layer), self.pool.tails[layer]
+        return (buffers.exact_keys[self.slot, :, tail:tail + new], buffers.exact_values[self.slot, :, tail:tail + new])
+
+    def _code_new(self, layer: int, new: int) -> tuple[Tensor, Tensor]:
+        """The last `new` written units as rows of codes, [H, T, bytes] each; the first ones of the stream are kept
+        exactly, too. No unit leaves before these are there, so that all heads have as many until then."""
+        buffers, slot, count = self._buffers(layer), self.slot, self.counts[layer]
+        (first, stop), (keys, values) = self._firsts(layer), self._new_rows(layer, new)
+        at, missing = count - first, max(0, min(stop, count + new) - count)
+        buffers.exact_keys[slot, :, at:at + missing] = keys[:, :missing]
+        buffers.exact_values[slot, :, at:at + missing] = values[:, :missing]
+        return self._stored(layer, keys, values, focus=False)
+
     def copy_from(self, other: UnitStore, tail: int = 0) -> None:
         """As of `UnitStore`."""
         assert isinstance(other, QuantisedStore), "a pool of codes has no others"
-        for layer, (count, exact) in enumerate(zip(other.counts, self.pool.tails, strict=True)):
+        for layer, exact in enumerate(self.pool.tails):
             other._write_late(layer)
             self._changed(layer)
             self._late[layer] = 0, []
-            buffers = self._buffers(layer)
+            buffers, count = self._buffers(layer), other._used(layer, 0)
             for tensor, axis, length in ((buffers.keys, 1, count), (buffers.values, 1, count),
                                          (buffers.exact_keys, 1, exact + tail), (buffers.exact_values, 1, exact + tail),
                                          (buffers.scores, 2, count), (buffers.positions, 1, count),
@@ -271,3 +317,18 @@ class QuantisedStore(UnitStore):
             buffers.exact_values[self.slot, :, :first] = units[f"{layer}.first_values"]
             if self.counts[layer] > self.fronts[layer] and not buffers.given:
                 buffers.means[self.slot, 0] = units[f"{layer}.key_mean"].to(buffers.keys.device)
+
+
+def say(bits: int, rows: Tensor, exact: Tensor, means: Sequence[Tensor | None], out: Tensor, front: int, stop: int
+         ) -> None:
+    """Write what the first n of the rows [H, b, bytes] say to `out` [H, n, D]: the first `front` are of a focus, and
+    those up to the rank `stop` are exact, [H, s, D]. Others as of `_Part`."""
+    count = out.shape[1]
+    if bits == 16:
+        out.copy_(rows[:, :count].view(out.dtype))
+    else:
+        of_front = min(front, count)
+        dequantise_units(rows[:, :of_front], bits, out[:, :of_front], means[1])
+        dequantise_units(rows[:, of_front:count], bits, out[:, of_front:], means[0])
+    stop = max(front, min(stop, count))
+    out[:, front:stop] = exact[:, :stop - front]

@@ -1,6 +1,6 @@
 """Codes on the device, and the same units exactly in the host's memory. Knows no policy.
 
-Rank r of a layer is row r of its codes, and in the host's memory the row that the table of places has for it: a commit
+Each row of codes has in the host's memory the row that the table of places has for it: a commit
 moves codes and the table, and writes the units that are new, but no others. The last committed units are exact on the
 device too (`Pool.residuals`), as are the first ones of the stream. A step of decoding reads codes, and fetches exact
 units from the host, which are no part of what is committed: for the query that reads them (`fetch`), or one step before
@@ -53,14 +53,38 @@ class TieredStore(QuantisedStore):
         host, _ = self._of_host(layer)
         if part == 0:
             self.pool.read += out.shape[0] * out.shape[1]
-        out.copy_(host.read_part(self.slot, host.places[self.slot, :, :out.shape[1]], part))
+        places = self._places(layer)[:, :out.shape[1]]
+        out.copy_(host.read_part(self.slot, places.flatten(), part).view(*places.shape, -1))
+
+    def _places(self, layer: int) -> Tensor:
+        """Of each rank of each head the row of the host, [H, b]."""
+        host, _ = self._of_host(layer)
+        return host.places[self.slot].view(host.keys.shape[1], -1)
+
+    def _begins(self, layer: int, counts: Sequence[int]) -> list[int]:
+        """The first of the rows of codes of each head, where the heads have so many units."""
+        return [head * self.pool.budgets[layer] for head in range(len(counts))]
+
+    def _counts_of(self, layer: int) -> list[int]:
+        """Committed units of each head."""
+        return [self.counts[layer]] * self.pool.shape.units[layer].kv_heads
+
+    def _live(self, layer: int) -> Tensor:
+        """The rows of codes of all committed units, head by head, [N]."""
+        counts = self._counts_of(layer)
+        return torch.cat([torch.arange(first, first + count)
+                          for first, count in zip(self._begins(layer, counts), counts, strict=True)])
 
     def _exact(self, layer: int, ranks: slice) -> tuple[Tensor, Tensor]:
         """K before RoPE and V of the committed units of a range of ranks, [H, n, D] on the host."""
         host, _ = self._of_host(layer)
-        places = host.places[self.slot, :, ranks]
+        places = self._places(layer)[:, ranks]
         keys, values = host.read(self.slot, places.flatten())
         return keys.view(*places.shape, keys.shape[-1]), values.view(*places.shape, values.shape[-1])
+
+    def _exact_last(self, layer: int, count: int) -> tuple[Tensor, Tensor]:
+        """The same of the last `count` committed units of each head."""
+        return self._exact(layer, slice(self.counts[layer] - count, self.counts[layer]))
 
     # -- decoding ---------------------------------------------------------------------------------------------
 
@@ -88,9 +112,8 @@ class TieredStore(QuantisedStore):
         """What `step` gave, for a layer that reads the units of another one: arguments are those of that one."""
         self._attended(layer, rank + 1, rotate)
         self._show(layer)
-        dense = self._buffers(layer).dense
         self._write_guesses(layer, rank, turned, values)
-        return dense.parts[2], dense.parts[1]
+        return self._found(layer)
 
     def _write_guesses(self, layer: int, rank: int, turned: Tensor, values: Tensor) -> None:
         """Write units behind the first one to the scratch, where they count as not read."""
@@ -109,7 +132,7 @@ class TieredStore(QuantisedStore):
         """
         last = max(first, self.counts[layer] - min(self.pool.residuals[layer], self.counts[layer]))
         exact = self._firsts(layer)
-        start, stop = (min(max(rank, first), last) for rank in (exact.start, exact.stop))
+        start, stop = (min(max(rank, first), last) for rank in exact)
         most = min(most, last - first - (stop - start))
         if most < 1:
             return None
@@ -119,12 +142,15 @@ class TieredStore(QuantisedStore):
             ranks = weights.topk(most, sorted=False).indices + first
         else:
             ranks = weights[:, stop - first:last - first].topk(most, sorted=False).indices + stop
-        host, _ = self._of_host(layer)
-        places = host.places[self.slot]
-        keys, values = host.read(self.slot, places.gather(1, ranks.to(places.device)).flatten(), ranks.device)
-        turned = rotate_at(layer, keys, ranks.flatten()).view(len(ranks), most, keys.shape[-1])
+        places = self._places(layer)
+        return ranks, *self._fetched(layer, places.gather(1, ranks.to(places.device)), ranks, rotate_at)
+
+    def _fetched(self, layer: int, places: Tensor, ranks: Tensor, rotate_at: RotateAt) -> tuple[Tensor, Tensor]:
+        """K at its rank and V, [H, k, D], of the units at the host's rows `places` [H, k], whose ranks are [H, k]."""
+        keys, values = self._of_host(layer)[0].read(self.slot, places.flatten(), ranks.device)
+        turned = rotate_at(layer, keys, ranks.flatten()).view(*ranks.shape, keys.shape[-1])
         self.pool.fetched += len(keys)
-        return ranks, turned, values.view(len(ranks), most, values.shape[-1]) if values.shape[-1] else turned
+        return turned, values.view(*ranks.shape, values.shape[-1]) if values.shape[-1] else turned
 
     def choose(self, layer: int, weights: Tensor, rotate_at: RotateAt) -> None:
         """Fetch from the host what the next token shall find exact, by weights [H, n] of the units."""
@@ -195,40 +221,50 @@ class TieredStore(QuantisedStore):
         """As of `UnitStore`; the host gets those of the new units that are kept."""
         self._write_late(layer)
         self.cool([layer])
-        buffers, count, tail = self._buffers(layer), self.counts[layer], self.pool.tails[layer]
-        heads = buffers.exact_keys.shape[1]
-        assert keep is None or isinstance(keep, Tensor), "every head keeps as many"
-        ranks = torch.arange(count + new).expand(heads, -1) if keep is None else keep.to("cpu")
-        self._take(layer, ranks, count, *(rows[self.slot, :, tail:tail + new]
-                                          for rows in (buffers.exact_keys, buffers.exact_values)))
+        before, begins = self._counts_of(layer), self._begins(layer, self._counts_of(layer))
+        kept = [torch.arange(count + new) for count in before] if keep is None else _on_host(keep)
+        self._take(layer, kept, before, begins, *self._new_rows(layer, new))
         super().commit(layer, first_position, new, scores, keep, rotate)
         self._keep_last(layer)
 
-    def _take(self, layer: int, ranks: Tensor, count: int, keys: Tensor, values: Tensor) -> None:
-        """Let the host have the units at the ascending `ranks` [H, n], of which those from `count` on are new: row
-        `rank` - `count` of keys and values [H, T, D]. These get places that are free then."""
+    def _take(self, layer: int, kept: Sequence[Tensor], before: Sequence[int], begins: Sequence[int], keys: Tensor,
+              values: Tensor) -> None:
+        """Let the host have of each head the units of the ascending ranks `kept`, of which those from the count
+        `before` on are new: row rank - count of keys and values [H, T, D]. These get places that are free then.
+
+        Args:
+            begins: the first of the rows of codes of each head, as they were.
+        """
         host, _ = self._of_host(layer)
         host.own(self.slot)
-        places = host.places[self.slot]
-        new = ranks >= count
-        stay = (~new).sum(1, keepdim=True)  # of each head, how many of the first are units that it had
-        old = places.gather(1, ranks.masked_fill(new, 0))
-        free = _free(host, old, ~new)
-        order = torch.arange(places.shape[1]).expand_as(places)
-        behind = free.gather(1, (order - stay).clamp(min=0))
-        behind[:, :ranks.shape[1]] = torch.where(new, behind[:, :ranks.shape[1]], old)
-        host.places[self.slot] = behind
-        heads, at = new.nonzero(as_tuple=True)
-        rows = ranks[heads, at] - count
-        where = behind[heads, at]
-        taken = [units[heads.to(units.device), rows.to(units.device)] for units in (keys, values)]
+        lengths = [len(ranks) for ranks in kept]
+        heads = torch.arange(len(kept)).repeat_interleave(torch.tensor(lengths))
+        rows = torch.cat([torch.arange(first, first + length)
+                          for first, length in zip(self._begins(layer, lengths), lengths, strict=True)])
+        ranks, counts = torch.cat(list(kept)), torch.tensor(before)[heads]
+        new = ranks >= counts
+        old = host.places[self.slot][(ranks + torch.tensor(begins)[heads])[~new]]
+        where = self._place(layer, rows[~new], old, rows[new])
+        of_head, at = heads[new], (ranks - counts)[new]
+        taken = [units[of_head.to(units.device), at.to(units.device)] for units in (keys, values)]
         host.write(self.slot, where, (taken[0], taken[1]))
+
+    def _place(self, layer: int, rows: Tensor, places: Tensor, new: Tensor) -> Tensor:
+        """Let the rows of codes `rows` [N] have these `places` [N], and the rows `new` [M] places that are free then,
+        which are returned, [M]."""
+        host, _ = self._of_host(layer)
+        table = host.places[self.slot]
+        is_free, without = (torch.ones(len(table), dtype=torch.bool) for _ in range(2))
+        is_free[places], without[rows], without[new] = False, False, False
+        free = is_free.nonzero()[:, 0]
+        table[rows], table[new], table[without] = places, free[:len(new)], free[len(new):]
+        return free[:len(new)]
 
     def _keep_last(self, layer: int) -> None:
         """Write the last committed units exactly to the rows that they have on the device."""
-        buffers, count, tail = self._buffers(layer), self.counts[layer], self.pool.tails[layer]
-        residual = min(self.pool.residuals[layer], count)
-        exact = self._exact(layer, slice(count - residual, count))
+        buffers, tail = self._buffers(layer), self.pool.tails[layer]
+        residual = min(self.pool.residuals[layer], self.counts[layer])
+        exact = self._exact_last(layer, residual)
         self.pool.read += len(exact[0]) * residual
         for held, units in zip((buffers.exact_keys, buffers.exact_values), exact, strict=True):
             held[self.slot, :, tail - residual:tail] = units
@@ -238,9 +274,9 @@ class TieredStore(QuantisedStore):
         shared until either of the two commits."""
         assert isinstance(other, TieredStore), "a pool with a tier has no others"
         super().copy_from(other, tail)
-        for layer, count in enumerate(other.counts):
+        for layer in range(len(other.counts)):
             host, hot = self._of_host(layer)
-            host.lend(other.slot, self.slot, count)
+            host.lend(other.slot, self.slot, other._live(layer))
             for tensor in (hot.keys, hot.values, hot.ranks):
                 tensor[self.slot] = tensor[other.slot]
         self._hot = [(count, object()) for count in other.hot]
@@ -248,24 +284,25 @@ class TieredStore(QuantisedStore):
     def put_in_front(self, layer: int, units: tuple[Tensor, Tensor] | None, keep: Keep, front: int,
                      rotate: Rotate) -> None:
         """As of `UnitStore`."""
-        assert isinstance(keep, Tensor), "every head keeps as many"
         self.cool([layer])
-        self._put_host_in_front(layer, units, keep.to("cpu"))
+        self._put_host_in_front(layer, units, _on_host(keep))
         super().put_in_front(layer, units, keep, front, rotate)
         self._keep_last(layer)
 
-    def _put_host_in_front(self, layer: int, units: tuple[Tensor, Tensor] | None, keep: Tensor) -> None:
+    def _put_host_in_front(self, layer: int, units: tuple[Tensor, Tensor] | None, keep: Sequence[Tensor]) -> None:
         """The same for the host's rows: those that stay keep their places, those in front get free ones."""
         host, _ = self._of_host(layer)
         host.own(self.slot)
-        places, new = host.places[self.slot], 0 if units is None else units[0].shape[2]
-        kept = places.gather(1, keep)
-        free = _free(host, kept, torch.ones_like(kept, dtype=torch.bool))
-        host.places[self.slot] = torch.cat([free[:, :new], kept, free[:, new:places.shape[1] - kept.shape[1]]], dim=1)
+        before, new = self._begins(layer, self._counts_of(layer)), 0 if units is None else units[0].shape[2]
+        begins = self._begins(layer, [new + len(ranks) for ranks in keep])
+        rows = torch.cat([torch.arange(len(ranks)) + first + new for first, ranks in zip(begins, keep, strict=True)])
+        places = host.places[self.slot][torch.cat([ranks + first for first, ranks in zip(before, keep, strict=True)])]
+        fronts = (torch.tensor(begins)[:, None] + torch.arange(new)).flatten()
+        where = self._place(layer, rows, places, fronts)
         if units is not None:
-            keys, values = (rows[0, ..., :held.shape[-1]].flatten(0, 1)
-                            for rows, held in zip(units, (host.keys, host.values), strict=True))
-            host.write(self.slot, free[:, :new].flatten(), (keys, values))
+            keys, values = (part[0, ..., :held.shape[-1]].flatten(0, 1)
+                            for part, held in zip(units, (host.keys, host.values), strict=True))
+            host.write(self.slot, where, (keys, values))
 
     # -- as tensors -------------------------------------------------------------------------------------------
 
@@ -277,7 +314,7 @@ class TieredStore(QuantisedStore):
             out = super().beside()
             for layer, (count, front, most) in enumerate(zip(self.counts, self.fronts, self.pool.residuals,
                                                              strict=True)):
-                exact = self._exact(layer, slice(max(front, count - most), count))
+                exact = self._exact_last(layer, min(most, count - front))
                 out |= {f"{layer}.last_{name}": rows.clone() for name, rows in zip(("keys", "values"), exact,
                                                                                    strict=True)}
             return out
@@ -309,14 +346,16 @@ class TieredStore(QuantisedStore):
     def _load_host(self, layer: int, units: tuple[Tensor, Tensor],
                    fronts: Sequence[tuple[Tensor, Tensor] | None]) -> None:
         """Let the host have K and V [H, n, D] of the stream, behind those of a focus, as its only rows."""
-        host, front = self._of_host(layer)[0], self.fronts[layer]
+        host, front, counts = self._of_host(layer)[0], self.fronts[layer], self._counts_of(layer)
         host.own(self.slot)
-        host.places[self.slot] = torch.arange(host.places.shape[-1]) + host.starts
-        for held, rows, of_front in zip((host.keys, host.values), units,
-                                        (fronts[layer] if fronts else None) or (None, None), strict=True):
-            if of_front is not None:
-                held[self.slot, :, :front] = of_front[0, ..., :held.shape[-1]]
-            held[self.slot, :, front:self.counts[layer]] = rows
+        host.places[self.slot] = torch.arange(host.places.shape[1])
+        of_front = (fronts[layer] if fronts else None) or (None, None)
+        for held, rows, before in zip((host.keys, host.values), units, of_front, strict=True):
+            flat = held[self.slot].flatten(0, 1)
+            for head, (first, count) in enumerate(zip(self._begins(layer, counts), counts, strict=True)):
+                if before is not None:
+                    flat[first:first + front] = before[0, head, :, :held.shape[-1]]
+                flat[first + front:first + count] = rows[head, :count - front]
         self._keep_last(layer)
 
     def _said(self, layer: int, units: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
@@ -333,10 +372,5 @@ class TieredStore(QuantisedStore):
         return out[0], out[1]
 
 
-def _free(host: HostRows, kept: Tensor, which: Tensor) -> Tensor:
-    """The rows of the host, [H, b]: in each head first those that are free, ascending, then the places `kept` [H, n] of
-    the units for which `which` [H, n] is true."""
-    used = torch.zeros(host.places.shape[1:], dtype=torch.uint8)
-    used.view(-1)[kept[which]] = 1
-    return used.argsort(dim=1, stable=True) + host.starts
-
+def _on_host(keep: Keep) -> Sequence[Tensor]:
+    return list(keep.to("cpu")) if isinstance(keep, Tensor) else [ranks.to("cpu") for ranks in keep]

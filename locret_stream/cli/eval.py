@@ -107,7 +107,7 @@ def evaluate(
         "for each layer), adaptive (those, or an error), uniform, pyramid, or shares such as 1,4,1,1; may be given "
         "more than once."))] = None,
     by_head: Annotated[bool, typer.Option("--by-head", help=(
-        "Let the KV heads of a layer share its units, where the policy can and units have 16 bits."))] = False,
+        "Let the KV heads of a layer share its units, where the policy can."))] = False,
     knob: Annotated[list[str] | None, typer.Option(metavar="POLICY.NAME=VALUE", help=(
         "A policy's own setting; given again, another value of it."))] = None,
     store_bits: Annotated[list[int] | None, typer.Option(show_default="16", help=(

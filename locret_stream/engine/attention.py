@@ -46,12 +46,12 @@ class Attention:
         first, mask = self._visible(call.layer, total - new, new, position)
         return (q, k[:, :, first:], v[:, :, first:], mask), None
 
-    def attend_headwise(self, call: LayerCall, heads: Sequence[tuple[Tensor, Tensor, Tensor]]) -> Tensor:
-        """Attention of the last T tokens in a layer whose heads share a budget, [1, H*G, T, D]. `heads`: of each keys,
+    def attend_headwise(self, call: LayerCall, heads: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+        """Attention of the last T tokens in a layer whose heads share a budget, [1, H*G, T, D]. `heads`: of each
         rotated keys and values of the units that it keeps and of the new tokens, [1, 1, n, D]."""
         layer, new, group, tables = call.layer, call.q.shape[2], call.q.shape[1] // len(heads), self.layout.tables
         out = []
-        for head, (_, k, v) in enumerate(heads):
+        for head, (k, v) in enumerate(heads):
             of_head = slice(head * group, (head + 1) * group)
             q = tables.rotate_queries(layer, call.q[:, of_head], k.shape[2] - new)
             if self.layout.on_load[layer]:

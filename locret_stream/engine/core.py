@@ -449,7 +449,7 @@ class Engine:
                 if scorer is not None and call.keeps:
                     scorer.see(call, call.q, call.own_k[0, :, :0], call.k, None)
                 assert isinstance(store, HeadwiseStore), "heads share a budget in no other"
-                return self.attention.attend_headwise(call, store.heads(layer, offset + new))
+                return self.attention.attend_headwise(call, store.heads(layer, offset + new, self.layout.tables.rotate))
             q = self.layout.tables.rotate_queries(layer, call.q, start)
             keys, k, v = store.attended(layer, total, self.layout.tables.rotate)
             if self.layout.on_load[layer]:

@@ -196,19 +196,17 @@ class Decoder:
 
     def _attend_headwise(self, call: LayerCall, batch: Tensor) -> Tensor:
         """Attention in a layer whose heads share a budget: each head of a context is a context of one head."""
-        layer, tables, buffers = call.layer, self.layout.tables, self.pool.layers[call.layer]
-        (contexts, query_heads, _, dim), heads = call.q.shape, self.layout.shape.units[layer].kv_heads
-        at = self._heads_at[layer]
-        firsts, ranks = (batch[start:start + heads].t().reshape(-1) for start in (at, at + heads))
+        layer, buffers = call.layer, self.pool.layers[call.layer]
+        (contexts, query_heads), heads = call.q.shape[:2], self.layout.shape.units[layer].kv_heads
+        firsts, ranks = self._of_heads(layer, batch)
         slots = batch[1].repeat_interleave(heads)
+        q, turned = turn_heads(self.layout, call, ranks)
         k, v = (part.reshape(contexts * heads, 1, 1, part.shape[-1]) for part in (call.k, call.v))
-        both = torch.cat([call.q.reshape(contexts * heads, query_heads // heads, 1, dim), k], dim=1)
-        turned = tables.rotate_each(layer, both, tables.turns(layer, ranks))
         if call.keeps:
-            buffers.write_each(slots, firsts + ranks, k, turned[:, -1:], v)
-        q, cos, sin = turned[:, :-1], None, None
+            buffers.write_each(slots, firsts + ranks, k, turned, v)
+        cos = sin = None
         if self.layout.on_load[layer]:
-            pair = tables.layers[layer]
+            pair = self.layout.tables.layers[layer]
             assert pair is not None, "kernels rotate keys on read only in layers with RoPE"
             cos, sin = pair[0][0], pair[1][0]
         sinks = call.sink_logits
@@ -216,6 +214,34 @@ class Decoder:
                                sin=sin, softcap=call.softcap, sink_logits=sinks if sinks is None else
                                sinks.view(heads, -1).repeat(contexts, 1))
         return out.reshape(contexts, query_heads, 1, out.shape[-1])
+
+    def _of_heads(self, layer: int, batch: Tensor) -> tuple[Tensor, Tensor]:
+        """Of each head of each context the first row, and the rank of its new unit, [A * H] each."""
+        at, heads = self._heads_at[layer], self.layout.shape.units[layer].kv_heads
+        firsts, ranks = (batch[start:start + heads].t().reshape(-1) for start in (at, at + heads))
+        return firsts, ranks
+
+    def _attend_headwise_codes(self, call: LayerCall, batch: Tensor, stores: Sequence[UnitStore],
+                               counts: Sequence[int]) -> Tensor:
+        """The same where committed units are codes; `counts`: of each context the rank of the new unit in the head with
+        most."""
+        layer, heads, rotate = call.layer, self.layout.shape.units[call.layer].kv_heads, self.layout.tables.rotate
+        firsts, ranks = self._of_heads(layer, batch)
+        q, turned = turn_heads(self.layout, call, ranks)
+        slots, sinks, out = self.zeros[q.device].expand(heads), call.sink_logits, []
+        for context, (store, rank) in enumerate(zip(stores, counts, strict=True)):
+            assert isinstance(store, QuantisedStore), "a pool of codes has no others"
+            own, here = slice(context * heads, (context + 1) * heads), slice(context, context + 1)
+            if call.keeps:
+                held, values = store.append(layer, rank, call.k[here], call.v[here], turned[own].transpose(0, 1),
+                                            rotate)
+            else:
+                _, held, values = store.attended(layer, rank + 1, rotate)
+            attended = decode_attention(q[own], held, values, slots, ranks[own] + 1, call.scale, firsts=firsts[own],
+                                        softcap=call.softcap,
+                                        sink_logits=sinks if sinks is None else sinks.view(heads, -1))
+            out.append(attended.reshape(1, -1, 1, attended.shape[-1]))
+        return torch.cat(out) if len(out) > 1 else out[0]
 
     def _attend_chosen(self, call: LayerCall, slots: Tensor, ranks: Tensor) -> Tensor:
         """Attention in a layer with an index: of each context by itself."""
@@ -256,6 +282,8 @@ class Decoder:
 
         def step(call: LayerCall) -> Attended:
             layer, heads, device, unit = call.layer, call.q.shape[1], call.q.device, shape.units[call.layer]
+            if layer in self._heads_at:
+                return self._attend_headwise_codes(call, batch.to(device), stores, counts[layer])
             kind = self.kinds[layer]
             if kind not in shared:
                 ranks = batch[2 + layer].to(device)
@@ -278,6 +306,16 @@ class Decoder:
             return torch.cat(out) if len(out) > 1 else out[0]
 
         return self._logits(batch, step)
+
+
+def turn_heads(layout: Layout, call: LayerCall, ranks: Tensor) -> tuple[Tensor, Tensor]:
+    """Queries [A * H, G, 1, D] and keys [A * H, 1, 1, D] of one token of A contexts, in a layer whose heads share a
+    budget, turned to the ranks [A * H] that it has in each head."""
+    (contexts, query_heads, _, dim), heads = call.q.shape, call.k.shape[1]
+    both = torch.cat([call.q.reshape(contexts * heads, query_heads // heads, 1, dim),
+                      call.k.reshape(contexts * heads, 1, 1, dim)], dim=1)
+    turned = layout.tables.rotate_each(call.layer, both, layout.tables.turns(call.layer, ranks))
+    return turned[:, :-1], turned[:, -1:]
 
 
 def _rows_of_heads(stores: Sequence[UnitStore], counts: Sequence[int], layer: int) -> list[list[int]]:

@@ -22,8 +22,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from locret_stream.cache import TieredStore
-from locret_stream.engine.decoding import Decoder
+from locret_stream.cache import HeadwiseTier, TieredStore
+from locret_stream.engine.decoding import Decoder, turn_heads
 from locret_stream.engine.state import EngineState
 from locret_stream.kernels import decode_attention, reduced_attention
 from locret_stream.kernels.reference import log_sum
@@ -108,6 +108,8 @@ class _Layers:
         self._weights: list[tuple[TieredStore, int, Tensor]] = []
 
     def __call__(self, call: LayerCall) -> Attended:
+        if self._layout.headwise[call.layer]:
+            return self._of_heads(call)
         layer, tables, device = call.layer, self._layout.tables, call.q.device
         contexts, heads, rows = call.q.shape[:3]
         kind = self._kinds[layer]
@@ -166,31 +168,89 @@ class _Layers:
             q: [1, H*G, 1, D]; keys, values: [H, n, D] of the units from rank `first` on.
         """
         grouped, count = q.view(len(keys), -1, q.shape[-1]).float() * call.scale, keys.shape[1]
-
-        def logits_of(units: Tensor) -> Tensor:
-            logits = torch.bmm(grouped, units.float().mT)
-            return logits if call.softcap is None else call.softcap * torch.tanh(logits / call.softcap)
-
-        def weights_of(logits: Tensor) -> Tensor:
-            if sinks is None:
-                return logits.softmax(-1)
-            return (logits - log_sum(logits[:, :, None], sinks)).exp()
-
-        logits = logits_of(keys)
-        weights = weights_of(logits)
+        logits = _logits(call, grouped, keys)
+        weights = _weights(logits, sinks)
         fetched = store.fetch(call.layer, weights.sum(1), first, self._tier.units, self._layout.tables.rotate_rows)
         if fetched is None:
             return torch.bmm(weights.to(values.dtype), values).view(1, -1, 1, values.shape[-1])
         ranks, exact_keys, exact_values = fetched
         at = (ranks - first if first else ranks)[:, None].expand(-1, grouped.shape[1], -1)
         # Beside the codes, rather than at their places: then nothing has to be moved to V of the same units and back.
-        weights = weights_of(torch.cat([logits.scatter_(-1, at, float("-inf")), logits_of(exact_keys)], dim=-1))
-        weights = weights.to(values.dtype)
+        exact = _logits(call, grouped, exact_keys)
+        weights = _weights(torch.cat([logits.scatter_(-1, at, float("-inf")), exact], dim=-1), sinks).to(values.dtype)
         out = torch.baddbmm(torch.bmm(weights[..., count:], exact_values), weights[..., :count], values)
         return out.view(1, -1, 1, values.shape[-1])
+
+    def _of_heads(self, call: LayerCall) -> Tensor:
+        """`__call__` in a layer whose heads share a budget."""
+        layer, heads, rotate, out = call.layer, call.k.shape[1], self._layout.tables.rotate, []
+        firsts = self._first[layer]
+        ranks = [[held + rank - store.counts[layer] for held in store.of_heads[layer]]
+                 for store, rank in zip(self._stores, firsts, strict=True) if isinstance(store, HeadwiseTier)]
+        q, turned = turn_heads(self._layout, call, torch.tensor(ranks, device=call.q.device).flatten())
+        written = self._written.setdefault(layer, [])
+        for context, (store, rank) in enumerate(zip(self._stores, firsts, strict=True)):
+            assert isinstance(store, HeadwiseTier), "heads share a budget in no other"
+            own, here = slice(context * heads, (context + 1) * heads), slice(context, context + 1)
+            k, v, turned_here = call.k[here], call.v[here], turned[own].transpose(0, 1)
+            if call.keeps:
+                written.append((v, turned_here))
+                found = store.step(layer, rank, k, v, turned_here, rotate)
+            else:
+                found = store.step_again(layer, rank, *written[context], rotate)
+            out.append(self._by_query_of_heads(call, q[own, :, 0], found, store, [1 + at for at in ranks[context]]))
+        return torch.cat(out) if len(out) > 1 else out[0]
+
+    def _by_query_of_heads(self, call: LayerCall, q: Tensor, found: tuple[Tensor, Tensor], store: HeadwiseTier,
+                           lengths: Sequence[int]) -> Tensor:
+        """`_by_query` in a layer whose heads have different numbers of units.
+
+        Args:
+            q: [H, G, D]. found: rotated keys and values of all heads, one after another, [1, 1, R, D]. lengths: [H].
+        """
+        if not self._tier.units:
+            sinks, lengths_here = call.sink_logits, torch.tensor(lengths, device=q.device)
+            attended = decode_attention(
+                q[:, :, None], *found, self._zeros[q.device].expand(len(q)), lengths_here, call.scale,
+                firsts=torch.tensor(store.firsts(call.layer), device=q.device), softcap=call.softcap,
+                sink_logits=sinks if sinks is None else sinks.view(len(q), -1))
+            return attended.reshape(1, -1, 1, attended.shape[-1])
+        grouped, most = q.float() * call.scale, max(lengths)
+        rows = [slice(first, first + length) for first, length in zip(store.firsts(call.layer), lengths, strict=True)]
+        keys, values = ([part[0, 0, of_head] for of_head in rows] for part in found)
+        logits = grouped.new_full((*grouped.shape[:2], most + 1), float("-inf"))  # the last one is of no unit
+        for head, of_head in enumerate(keys):
+            logits[head, :, :len(of_head)] = _logits(call, grouped[head:head + 1], of_head[None])[0]
+        weights = _weights(logits, call.sink_logits)
+        fetched = store.fetch_of_heads(call.layer, weights[..., :most].sum(1), self._tier.units,
+                                       self._layout.tables.rotate_rows)
+        out: Tensor | None = None
+        if fetched is not None:
+            ranks, exact_keys, exact_values, real = fetched
+            at = torch.where(real, ranks, most)[:, None].expand(-1, grouped.shape[1], -1)
+            exact = _logits(call, grouped, exact_keys).masked_fill(~real[:, None], float("-inf"))
+            weights = _weights(torch.cat([logits.scatter_(-1, at, float("-inf")), exact], dim=-1), call.sink_logits)
+            out = torch.bmm(weights[..., most + 1:].to(exact_values.dtype), exact_values)
+        weights = weights.to(found[1].dtype)
+        coded = torch.stack([of_head[:, :len(units)] @ units
+                             for of_head, units in zip(weights, values, strict=True)])
+        return (coded if out is None else out + coded).reshape(1, -1, 1, coded.shape[-1])
 
     def choose(self) -> None:
         """Fetch what the last token attended to most, behind the forward: a layer may read the units of an earlier one,
         and find those hot that were so for that one."""
         for store, layer, weights in self._weights:
             store.choose(layer, weights, self._layout.tables.rotate_rows)
+
+
+def _logits(call: LayerCall, grouped: Tensor, units: Tensor) -> Tensor:
+    """Logits [H, G, n] of scaled queries [H, G, D] with keys [H, n, D]."""
+    logits = torch.bmm(grouped, units.float().mT)
+    return logits if call.softcap is None else call.softcap * torch.tanh(logits / call.softcap)
+
+
+def _weights(logits: Tensor, sinks: Tensor | None) -> Tensor:
+    """What logits [H, G, n] weigh, beside sink logits [H * G]."""
+    if sinks is None:
+        return logits.softmax(-1)
+    return (logits - log_sum(logits[:, :, None], sinks)).exp()

@@ -143,8 +143,9 @@ class Layout:
 def _expect_headwise(config: StreamConfig, policy: Policy, shape: ModelShape, factors: Sequence[int]) -> None:
     """Raises ConfigError unless the heads of a layer can share its budget; `factors`: layers whose queries are
     multiplied by numbers of their rank."""
-    if config.quantised:
-        raise ConfigError("budget: by_head is for units that are exact on the device; expected store_bits=16")
+    if config.exact is not None and config.exact.hot:
+        raise ConfigError("budget: by_head leaves heads different numbers of units, of which the same number would "
+                          "wait on the device for the next token; expected HostTier(chosen_by='query')")
     if not policy.bounded:
         raise ConfigError(f"budget: policy {policy.name!r} never evicts, so that no head leaves a unit to another; "
                           "expected by_head=False")

@@ -96,7 +96,7 @@ def planned(axes: Axes, documents: Sequence[FileTask] = ()) -> list[Cell]:
                 msgspec.structs.replace(full, policy=policy, units=units, sinks=axes.sinks,
                                         stabilizers=axes.stabilizers, store_bits=bits,
                                         exact=None if bits == 16 else axes.exact,
-                                        by_head=(axes.by_head and bits == 16 and policy in POLICIES
+                                        by_head=(axes.by_head and policy in POLICIES
                                                  and can_share(POLICIES[policy])),
                                         **variant)
                 for units, bits, variant in itertools.product(axes.budgets, axes.store_bits, variants[policy])]

@@ -44,7 +44,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
         allocations: as in `Budget`, shares with commas between them.
         knobs: "POLICY.NAME=VALUE"; given again, another value of that knob.
         store_bits: of a channel of the K and V that are kept. exact: how exact units in the host's memory serve those
-            in fewer bits than 16. by_head: as in `Budget`, for policies that can and 16 bits.
+            in fewer bits than 16. by_head: as in `Budget`, for policies that can.
         focus: the first question of each stream is announced before the stream begins, and is the only one asked.
         text: the file whose lines the facts lie in; None for the sources of Python's standard library.
     """

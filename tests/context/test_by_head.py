@@ -16,6 +16,7 @@ from locret_stream.cli.options import RuntimeOptions
 from locret_stream.evaluation.cells import Cell, Origin, file_name, in_words
 from locret_stream.evaluation.plan import Axes, planned
 from locret_stream.heads import RetainingHeads
+from locret_stream.host_tier import HostTier
 from locret_stream.models import attach
 from locret_stream.runtime.as_saved import settings_of
 from tests.context import support
@@ -34,11 +35,16 @@ def leaning() -> RetainingHeads:
     return heads
 
 
-def by_head(**options: Any) -> Any:
+def shared(**options: Any) -> Any:
     return tiny(policy="locret", heads=leaning(), **{"budget": SHARED} | options)
 
 
-def test_a_session_is_resumed_forked_and_swapped_as_it_was(tmp_path: Path):
+@pytest.mark.parametrize("how", [{}, {"store_bits": 4}, {
+    "store_bits": 2, "exact": HostTier(units=8, residual=4)}])
+def test_a_session_is_resumed_forked_and_swapped_as_it_was(tmp_path: Path, how: dict[str, Any]):
+    def by_head(**options: Any) -> Any:
+        return shared(**how, **options)
+
     async def main() -> None:
         async with by_head(store=tmp_path) as runtime, runtime.open("a") as ctx:
             await ctx.feed(TOLD)
@@ -67,15 +73,15 @@ def test_a_session_is_resumed_forked_and_swapped_as_it_was(tmp_path: Path):
 def test_another_division_is_refused_and_can_be_read_again(tmp_path: Path):
     async def main() -> None:
         equal = Budget(units=support.UNITS, sinks=support.SINKS, stabilizers=support.STABILIZERS)
-        async with by_head(store=tmp_path, budget=equal) as runtime, runtime.open("a") as ctx:
+        async with shared(store=tmp_path, budget=equal) as runtime, runtime.open("a") as ctx:
             await ctx.feed(TOLD)
-        async with by_head(store=tmp_path) as runtime:
+        async with shared(store=tmp_path) as runtime:
             with pytest.raises(SnapshotMismatch, match=r"other budgets: .*shared by heads"):
                 async with runtime.open("a"):
                     pass
             async with runtime.open("a", on_mismatch="rebuild") as ctx:
                 again = await snap(ctx)
-        async with by_head() as runtime, runtime.open() as ctx:
+        async with shared() as runtime, runtime.open() as ctx:
             await ctx.feed(TOLD)
             expect_same(settled(again), settled(await snap(ctx)))
 
@@ -84,11 +90,11 @@ def test_another_division_is_refused_and_can_be_read_again(tmp_path: Path):
 
 def test_a_changed_byte_is_noticed(tmp_path: Path):
     async def told() -> None:
-        async with by_head(store=tmp_path) as runtime, runtime.open("a") as ctx:
+        async with shared(store=tmp_path) as runtime, runtime.open("a") as ctx:
             await ctx.feed(TOLD)
 
     async def refused() -> None:
-        async with by_head(store=tmp_path) as runtime:
+        async with shared(store=tmp_path) as runtime:
             with pytest.raises(SnapshotCorrupt):
                 async with runtime.open("a"):
                     pass
@@ -105,7 +111,7 @@ def test_a_changed_byte_is_noticed(tmp_path: Path):
 
 def test_a_runtime_beside_shares_where_its_policy_can():
     async def main() -> None:
-        async with by_head() as runtime:
+        async with shared() as runtime:
             for policy, shares in (("h2o", False), ("locret", True)):
                 async with runtime.beside(policy) as other:
                     assert other.engine.config.budget.by_head == shares
@@ -117,7 +123,7 @@ def test_a_runtime_beside_shares_where_its_policy_can():
 
 def test_a_runtime_beside_of_an_unknown_policy_says_so():
     async def main() -> None:
-        async with by_head() as runtime:
+        async with shared() as runtime:
             with pytest.raises(UnknownPolicy, match="locrat"):
                 runtime.beside("locrat")
 
@@ -141,7 +147,7 @@ def test_a_cell_of_it_has_a_name_of_its_own():
     cells = planned(Axes(tasks=("recall",), policies=("locret", "h2o"), budgets=(64,), lengths=(512,), questions=8,
                          heads={"locret": ("somewhere",)}, store_bits=(16, 4), by_head=True))
     assert [(cell.policy, cell.store_bits, cell.by_head) for cell in cells] == [
-        ("locret", 16, True), ("locret", 4, False), ("h2o", 16, False), ("h2o", 4, False)]
+        ("locret", 16, True), ("locret", 4, True), ("h2o", 16, False), ("h2o", 4, False)]
     origin = Origin(weights="", tokenizer="", heads="", text="", tasks=1)
     shared, equal = (Cell(task="recall", policy="locret", length=1024, units=64, by_head=by) for by in (True, False))
     assert file_name(shared, origin) != file_name(equal, origin)
