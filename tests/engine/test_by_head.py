@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy as copy_of
 from typing import Any
 
 import pytest
@@ -58,6 +59,13 @@ def engine_of(on: str = "llama", *, by_head: bool = True, **more: Any) -> Engine
     bits = check_store_bits(more.pop("store_bits", 16))
     return Engine(attach(model(on)), StreamConfig(budget=budget, chunk_size=CHUNK, policy="leaning", store_bits=bits,
                                                   **more), Leaning(), 4, decode_copy=decode_copy)
+
+
+def windowed(window: int) -> Any:
+    """A Llama that knows so many positions."""
+    config = copy_of(model().config)
+    config.max_position_embeddings = window
+    return type(model())(config).eval()
 
 
 def leaning(scale: float = 4.0) -> RetainingHeads:
@@ -313,6 +321,32 @@ def test_a_focus_and_a_thinned_copy_take_their_units_from_all_heads(on: str, how
                                         copy.store.rows(layer, copy.store.counts[layer]), strict=True):
                 assert torch.equal(part[head, :len(at)], whole_rows[head, at])
     assert torch.isfinite(engine.logits(copy)).all()
+
+
+@pytest.mark.parametrize("how", [{}, {"store_bits": 4}])
+def test_no_head_outgrows_the_window_behind_a_thinned_memory_or_a_focus(how: dict[str, Any]):
+    """Where its layer has room, but the head with most has none."""
+    heads = random_heads(build("full", units=64).attachment)
+    for weights in heads.fc2.parameters():
+        weights.data[0] = weights.data[0] + 9  # the first head has nearly all that it may have
+    units, window = 40, 64
+    on = windowed(window)
+    engine = build("locret", on=on, units=units, chunk_size=CHUNK, sinks=SINKS, stabilizers=STABILIZERS, by_head=True,
+                   heads=heads, **how)
+    [most] = set(engine.layout.most)
+    assert most == window - CHUNK < 2 * units
+    state = engine.open(0)
+    feed(engine, state, ids_of(20 * CHUNK))
+    assert most in [max(counts) for counts in state.store.of_heads]
+    copy = engine.fork(state, 1)
+    engine.thin(copy, 0.8)
+    assert most in [max(counts) for counts in copy.store.of_heads]
+    feed(engine, copy, ids_of(CHUNK, seed=2))
+    engine.focus(state, QUERY)
+    for counts in (*state.store.of_heads, *copy.store.of_heads):
+        assert max(counts) <= most
+    feed(engine, state, ids_of(3, seed=3))
+    assert torch.isfinite(engine.logits(state)).all() and torch.isfinite(engine.logits(copy)).all()
 
 
 def test_receipts_and_occupancy_count_what_each_head_keeps():
