@@ -165,7 +165,7 @@ class Budget(msgspec.Struct, frozen=True, kw_only=True):
             relative shares, one per layer.
         by_head: whether the KV heads of a layer share its H * b_l units, which then go to the highest scores of all of
             them, with a floor of `LEAST_OF_HEAD` of an equal part for each head (AdaKV, arXiv:2407.11550). For policies
-            that score every unit once, as locret; in layers without a sliding window.
+            that score each head by what it has, as locret and snapkv; in layers without a sliding window.
 
     Raises:
         ConfigError: values that cannot work together.
@@ -285,6 +285,7 @@ class StreamConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError(f"chunk_size is {self.chunk_size!r}; expected a whole number of tokens, at least 1")
         msgspec.structs.force_setattr(self, "store_bits", check_store_bits(self.store_bits))
         check_tier(self.exact, self.store_bits)
+        check_shared(self.budget.by_head, self.exact)
 
 
 class Recall(msgspec.Struct, frozen=True, kw_only=True):
@@ -411,6 +412,14 @@ def check_store_bits(value: object) -> tuple[int, int]:
         raise ConfigError(f"store_bits is {value!r}; expected 16 (K and V as the model has them), 8, 4, 2 or 1 "
                           "(the last two with exact='host'; alone they are coarse), or two of these for K and V")
     return pair
+
+
+def check_shared(by_head: bool, tier: HostTier | None) -> None:
+    """Raises ConfigError where heads share a budget and exact units wait on the device for the next token."""
+    if by_head and tier is not None and tier.hot:
+        raise ConfigError(f"exact: chosen_by is {tier.chosen_by!r}, so that as many units of each KV head wait on the "
+                          "device for the next token, and with by_head heads have different numbers; expected "
+                          "chosen_by='query'")
 
 
 def check_tier(tier: HostTier | None, store_bits: tuple[int, int]) -> None:

@@ -15,7 +15,8 @@ from locret_stream.kernels import slot_units, write_units
 
 @dataclass(slots=True)
 class LayerBuffers:
-    """All slots of one layer. keys, rotated, values [S, H, C, D]; scores [S, P, H, C]; positions [S, H, C].
+    """All slots of one layer. keys, rotated, values [S, H, C, D]; scores [S, P, H, C]; positions [S, H, C]. Where heads
+    share a budget they have one axis of H * C rows, as if of one head (`cache.headwise_store`).
 
     `rotated` is `keys` itself where no rotated keys are kept, and `values` is `rotated` where K is V, too. All layers
     of a device share one `scratch`.
@@ -112,8 +113,8 @@ class QuantisedBuffers(LayerBuffers):
     def empty(cls, slots: int, unit: UnitShape, coded: tuple[int, int], exact: int, store_bits: tuple[int, int], *,
               scores: Tensor, positions: Tensor, scratch: Tensor, dense: Dense, means: Tensor | None = None,
               host: HostRows | None = None, hot: HotUnits | None = None) -> QuantisedBuffers:
-        """Buffers of codes, as many `coded` rows of as many heads as it says, and of `exact` exact units of each head,
-        in the dtype of `dense`; `means` [H, D] if given."""
+        """Buffers of codes, for so many heads so many rows (`coded`), and of `exact` exact units of each head, in the
+        dtype of `dense`; `means` [H, D] if given."""
         heads, dtype, device = unit.kv_heads, dense.parts[0].dtype, dense.parts[0].device
         keys, values = (torch.zeros(slots, *coded, stored_row(dim, bits, dtype), dtype=torch.uint8, device=device)
                         for dim, bits in zip(unit.dims, store_bits, strict=True))

@@ -8,6 +8,7 @@ all heads one after another, too, with room for a chunk behind each.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -43,6 +44,13 @@ class HeadwiseCodes(HeadwiseStore, QuantisedStore):
         super().copy_from(other, tail)
         self._set_all()
 
+    def put_in_front(self, layer: int, units: tuple[Tensor, Tensor] | None, keep: Keep, front: int,
+                     rotate: Rotate) -> None:
+        """As of `UnitStore`."""
+        self._changed(layer)
+        self._late[layer] = 0, []  # what was written behind the committed units is not there any more
+        super().put_in_front(layer, units, keep, front, rotate)
+
     # -- what attention reads ---------------------------------------------------------------------------------
 
     def heads(self, layer: int, offset: int, rotate: Rotate) -> list[tuple[Tensor, Tensor]]:
@@ -50,6 +58,11 @@ class HeadwiseCodes(HeadwiseStore, QuantisedStore):
         _, rotated, values = self.attended(layer, self.counts[layer] + offset, rotate)
         return [(rotated[:, :, first:first + count + offset], values[:, :, first:first + count + offset])
                 for first, count in zip(self.firsts(layer), self.of_heads[layer], strict=True)]
+
+    def head_keys(self, layer: int, head: int, offset: int) -> Tensor:
+        """As of `HeadwiseStore`."""
+        first, keys = self.firsts(layer)[head], self._flat(layer, self._buffers(layer).dense.parts[0])
+        return keys[0, :, first:first + self.of_heads[layer][head] + offset]
 
     def _flat(self, layer: int, part: Tensor) -> Tensor:
         """A part of the scratch as rows of all heads, [1, 1, H * C, D]."""
@@ -141,7 +154,7 @@ class HeadwiseTier(TieredStore, HeadwiseCodes):
         host, at = self._of_host(layer)[0], self._live(layer)
         if part == 0:
             self.pool.read += len(at)
-        rows = host.read_part(self.slot, host.places[self.slot][at], part)
+        rows = host.read_part(self.slot, host.places[self.slot][at], part).to(into[0].device)
         for out, units in zip(into, rows.split([len(out) for out in into]), strict=True):
             out.copy_(units)
 
@@ -159,7 +172,7 @@ class HeadwiseTier(TieredStore, HeadwiseCodes):
         if not self.of_heads[layer]:
             return super()._exact_last(layer, count)
         ranks = torch.tensor(self.of_heads[layer])[:, None] + torch.arange(-count, 0)
-        return self._exact_at(layer, ranks, ranks >= self.fronts[layer])
+        return self._exact_at(layer, ranks, ranks >= 0)
 
     def _exact_at(self, layer: int, ranks: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
         """K before RoPE and V of the units at these ranks [H, n] of each head, [H, n, D] on the host; zeros where one
@@ -170,29 +183,32 @@ class HeadwiseTier(TieredStore, HeadwiseCodes):
                         for part in host.read(self.slot, host.places[self.slot][at].flatten()))
         return keys, values
 
-    def fetch_of_heads(self, layer: int, weights: Tensor, most: int, rotate_at: RotateAt
-                       ) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
-        """`fetch` in a layer whose heads share a budget; and which of the units there are, [H, k], as a head may have
-        fewer.
+    def fetch_of_heads(self, layer: int, weights: Sequence[Tensor], most: int, rotate_at: RotateAt
+                       ) -> list[tuple[Tensor, Tensor, Tensor]] | None:
+        """`fetch` in a layer whose heads share a budget: those with the greatest weights of all heads, `most` times as
+        many as there are heads; of each head ranks [k_h], K at its rank and V, [k_h, D].
 
         Args:
-            weights: [H, n] of the units of each head, n of the one with most; changed.
+            weights: of each head those of its units, [n_h] or more.
         """
-        (_, stop), counts, device = self._firsts(layer), self.of_heads[layer], weights.device
-        ends = [count - min(self.pool.residuals[layer], count) for count in counts]
-        most = min(most, max(ends) - min(self.pool.firsts[layer], self.counts[layer] - self.fronts[layer]))
+        (front, stop), counts, device = self._firsts(layer), self.of_heads[layer], weights[0].device
+        ends = [max(0, count - self.pool.residuals[layer]) for count in counts]
+        coded = torch.cat([of_head[:end] for of_head, end in zip(weights, ends, strict=True)])
+        starts, missing = list(accumulate(ends, initial=0)), 0
+        for start, end in zip(starts, ends, strict=False):
+            exact = slice(start + min(front, end), start + min(stop, end))
+            coded[exact] = -1.0
+            missing += exact.stop - exact.start
+        most = min(most * len(counts), starts[-1] - missing)
         if most < 1:
             return None
-        ranks = torch.arange(weights.shape[1], device=device)
-        exact = (ranks >= self.fronts[layer]) & (ranks < stop)
-        weights.masked_fill_((ranks >= torch.tensor(ends, device=device)[:, None]) | exact, -1.0)
-        found = weights.topk(most, sorted=False)
-        real = found.values >= 0
-        chosen = found.indices.masked_fill(~real, 0)
-        places = self._of_host(layer)[0].places[self.slot]
-        begins = torch.tensor(self._begins(layer, counts))[:, None]
-        keys, values = self._fetched(layer, places[chosen.to(places.device) + begins], chosen, rotate_at)
-        return chosen, keys, values, real
+        chosen = coded.topk(most, sorted=False).indices.sort().values
+        bounds = torch.searchsorted(chosen, torch.tensor(starts, device=device)).tolist()
+        sizes = [stop - start for start, stop in pairwise(bounds)]
+        ranks = chosen - torch.tensor(starts[:-1], device=device).repeat_interleave(torch.tensor(sizes, device=device))
+        rows = ranks.to("cpu") + torch.tensor(self._begins(layer, counts)).repeat_interleave(torch.tensor(sizes))
+        keys, values = self._fetched(layer, self._of_host(layer)[0].places[self.slot][rows], ranks, rotate_at)
+        return list(zip(ranks.split(sizes), keys.split(sizes), values.split(sizes), strict=True))
 
     def _said(self, layer: int, units: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         """As of `TieredStore`."""

@@ -69,20 +69,17 @@ class HeadwiseStore(UnitStore):
         self.of_heads[layer], self.counts[layer] = list(counts), max(counts)
 
     def heads(self, layer: int, offset: int, rotate: Rotate) -> list[tuple[Tensor, Tensor]]:
-        """Of each head of a layer whose heads share a budget: rotated keys (before RoPE, where the pool holds no
-        rotated ones) and values of the units that it keeps and of the first `offset` behind them, [1, 1, n, D] each;
+        """Of each head of a layer whose heads share a budget: rotated keys (before RoPE, where kernels rotate them as
+        they load them) and values of the units that it keeps and of the first `offset` behind them, [1, 1, n, D] each;
         views, of codes until the next read of any layer of this device."""
         raise NotImplementedError
 
+    def head_keys(self, layer: int, head: int, offset: int) -> Tensor:
+        """Of one head of such a layer keys before RoPE of the units that it keeps and of the first `offset` behind
+        them, [1, n, D]; behind a call of `heads`, and for as long."""
+        raise NotImplementedError
+
     # -- committed units --------------------------------------------------------------------------------------
-
-    def keys(self, layer: int, count: int) -> Tensor:
-        """As of `UnitStore`; a copy, of committed units alone, where heads share a budget."""
-        return self.rows(layer, count)[0][None] if self.of_heads[layer] else super().keys(layer, count)
-
-    def values(self, layer: int, count: int) -> Tensor:
-        """As `keys`."""
-        return self.rows(layer, count)[1][None] if self.of_heads[layer] else super().values(layer, count)
 
     def rows(self, layer: int, count: int) -> tuple[Tensor, Tensor]:
         """As of `UnitStore`; copies, where heads share a budget."""
@@ -228,6 +225,19 @@ class HeadwiseUnits(HeadwiseStore):
         buffers, here = self.pool.layers[layer], slice(self.slot, self.slot + 1)
         return [(buffers.rotated[here, :, stored.start:stored.stop + offset],
                  buffers.values[here, :, stored.start:stored.stop + offset]) for stored in self._stored_heads(layer)]
+
+    def keys(self, layer: int, count: int) -> Tensor:
+        """As of `UnitStore`; a copy, of committed units alone, where heads share a budget."""
+        return self.rows(layer, count)[0][None] if self.of_heads[layer] else super().keys(layer, count)
+
+    def values(self, layer: int, count: int) -> Tensor:
+        """As `keys`."""
+        return self.rows(layer, count)[1][None] if self.of_heads[layer] else super().values(layer, count)
+
+    def head_keys(self, layer: int, head: int, offset: int) -> Tensor:
+        """As of `HeadwiseStore`."""
+        stored = self._stored_heads(layer)[head]
+        return self.pool.layers[layer].keys[self.slot, :, stored.start:stored.stop + offset]
 
     def commit(self, layer: int, first_position: int, new: int, scores: Tensor,
                keep: Keep | None, rotate: Rotate) -> None:

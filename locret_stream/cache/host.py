@@ -17,6 +17,7 @@ class HostRows:
 
     units: [S, H, b, D_K + D_V] of the model's dtype, K before RoPE and then V, so that one copy fetches both; pinned
         where the device is CUDA. V of no numbers where K is V, too.
+        Where heads share a budget, any row may be of any head.
     keys, values: the two parts of it, [S, H, b, D]. rows: of each slot the whole of it, head by head, [H * b, ...].
     places: [S, H * b] int64 on the host: of each row of codes, head by head, which of `rows` has the same unit exactly;
         where no unit lies, one that is free, so that they are a permutation.

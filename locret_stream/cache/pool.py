@@ -31,6 +31,8 @@ Where exact units are in the host's memory (see `cache.host`), of which k wait o
 and once a layer without a window is full, so many of its units, of `new` bytes each, are copied from there:
 
     for a token that is decoded, by the query          H * min(k, b_l - first_l - residual_l)
+                                                       (of all heads together, where they share b_l; up to H * k where
+                                                       one has fewer than residual_l)
     for a chunk                                        H * b_l, where chunks read exact units, and H * residual_l
 """
 

@@ -320,7 +320,7 @@ class QuantisedStore(UnitStore):
 
 
 def say(bits: int, rows: Tensor, exact: Tensor, means: Sequence[Tensor | None], out: Tensor, front: int, stop: int
-         ) -> None:
+        ) -> None:
     """Write what the first n of the rows [H, b, bytes] say to `out` [H, n, D]: the first `front` are of a focus, and
     those up to the rank `stop` are exact, [H, s, D]. Others as of `_Part`."""
     count = out.shape[1]

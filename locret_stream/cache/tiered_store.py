@@ -146,7 +146,7 @@ class TieredStore(QuantisedStore):
         return ranks, *self._fetched(layer, places.gather(1, ranks.to(places.device)), ranks, rotate_at)
 
     def _fetched(self, layer: int, places: Tensor, ranks: Tensor, rotate_at: RotateAt) -> tuple[Tensor, Tensor]:
-        """K at its rank and V, [H, k, D], of the units at the host's rows `places` [H, k], whose ranks are [H, k]."""
+        """K at its rank and V, [..., D], of the units at the host's rows `places` [...], whose ranks are [...]."""
         keys, values = self._of_host(layer)[0].read(self.slot, places.flatten(), ranks.device)
         turned = rotate_at(layer, keys, ranks.flatten()).view(*ranks.shape, keys.shape[-1])
         self.pool.fetched += len(keys)
@@ -309,7 +309,7 @@ class TieredStore(QuantisedStore):
     def beside(self) -> dict[str, Tensor]:
         """As of `UnitStore`, and of each layer l `l.key_mean` [H, D] fp32, unless means are given: codes are made of
         the exact units again. Where codes are saved, all of `QuantisedStore.beside`, and `l.last_keys`, `l.last_values`
-        [H, n, D], the last units exactly."""
+        [H, n, D], the last units exactly, behind zeros in a head that has fewer."""
         if self.tier.saves == "codes":
             out = super().beside()
             for layer, (count, front, most) in enumerate(zip(self.counts, self.fronts, self.pool.residuals,
@@ -373,4 +373,6 @@ class TieredStore(QuantisedStore):
 
 
 def _on_host(keep: Keep) -> Sequence[Tensor]:
-    return list(keep.to("cpu")) if isinstance(keep, Tensor) else [ranks.to("cpu") for ranks in keep]
+    if isinstance(keep, Tensor):
+        return list(keep.to("cpu"))
+    return torch.cat(list(keep)).to("cpu").split([len(ranks) for ranks in keep])  # one wait for the device

@@ -29,7 +29,7 @@ Units = Annotated[str | None, typer.Option(show_default=USUAL_BUDGET, help=(
 Chunk = Annotated[int | None, typer.Option(min=1, show_default=USUAL_CHUNK, help=(
     "Tokens read between two evictions."))]
 ByHead = Annotated[bool, typer.Option("--by-head", help=(
-    "Let the KV heads of a layer share its units, by their scores, in place of as many for each (locret, kvzap)."))]
+    "Let the KV heads of a layer share its units, by their scores, in place of as many for each."))]
 Device = Annotated[str | None, typer.Option(show_default="cuda where there is one", help=(
     'Where to run; "auto" spreads a model over all devices.'))]
 Dtype = Annotated[str, typer.Option(help="Data type of the weights, such as bfloat16 or float32.")]

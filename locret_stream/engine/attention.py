@@ -46,20 +46,27 @@ class Attention:
         first, mask = self._visible(call.layer, total - new, new, position)
         return (q, k[:, :, first:], v[:, :, first:], mask), None
 
-    def attend_headwise(self, call: LayerCall, heads: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-        """Attention of the last T tokens in a layer whose heads share a budget, [1, H*G, T, D]. `heads`: of each
-        rotated keys and values of the units that it keeps and of the new tokens, [1, 1, n, D]."""
+    def attend_headwise(self, call: LayerCall, heads: Sequence[tuple[Tensor, Tensor]]
+                        ) -> tuple[Tensor, list[tuple[Tensor, Tensor, Tensor | None]]]:
+        """Attention of the last T tokens in a layer whose heads share a budget, [1, H*G, T, D]; and of each head its
+        queries [G, T, D] and keys [1, n, D] after RoPE, and the rows' log-sum-exp [G, T], as of `attend`.
+
+        Args:
+            heads: of each rotated keys and values of the units that it keeps and of the new tokens, [1, 1, n, D].
+        """
         layer, new, group, tables = call.layer, call.q.shape[2], call.q.shape[1] // len(heads), self.layout.tables
-        out = []
+        out, seen = [], []
         for head, (k, v) in enumerate(heads):
             of_head = slice(head * group, (head + 1) * group)
             q = tables.rotate_queries(layer, call.q[:, of_head], k.shape[2] - new)
             if self.layout.on_load[layer]:
                 k = tables.rotate(layer, k, 0)
             sinks = None if call.sink_logits is None else call.sink_logits[of_head]
-            out.append(prefill_attention(q[0], k[0], v[0], call.scale, softcap=call.softcap, sink_logits=sinks,
-                                         with_lse=False)[0])
-        return torch.cat(out)[None]
+            attended, lse = prefill_attention(q[0], k[0], v[0], call.scale, softcap=call.softcap, sink_logits=sinks,
+                                              with_lse="column_sums" in self.layout.policy.needs)
+            out.append(attended)
+            seen.append((q[0], k[0], lse))
+        return torch.cat(out)[None], seen
 
     def _chosen(self, call: LayerCall, q: Tensor, k: Tensor, v: Tensor, position: int) -> Attended:
         """What attends in `attend` where a layer has an index."""

@@ -446,10 +446,12 @@ class Engine:
                 store.write(layer, start, call.own_k, call.v, self.layout.tables.rotate)
             state.peaks[layer] = max(state.peaks[layer], store.held(layer) + offset + new)
             if self.layout.headwise[layer]:
-                if scorer is not None and call.keeps:
-                    scorer.see(call, call.q, call.own_k[0, :, :0], call.k, None)
                 assert isinstance(store, HeadwiseStore), "heads share a budget in no other"
-                return self.attention.attend_headwise(call, store.heads(layer, offset + new, self.layout.tables.rotate))
+                heads = store.heads(layer, offset + new, self.layout.tables.rotate)
+                out, seen = self.attention.attend_headwise(call, heads)
+                if scorer is not None and call.keeps:
+                    scorer.see_heads(call, store, seen)
+                return out
             q = self.layout.tables.rotate_queries(layer, call.q, start)
             keys, k, v = store.attended(layer, total, self.layout.tables.rotate)
             if self.layout.on_load[layer]:

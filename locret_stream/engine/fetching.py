@@ -184,13 +184,13 @@ class _Layers:
     def _of_heads(self, call: LayerCall) -> Tensor:
         """`__call__` in a layer whose heads share a budget."""
         layer, heads, rotate, out = call.layer, call.k.shape[1], self._layout.tables.rotate, []
-        firsts = self._first[layer]
+        firsts, stores = self._first[layer], [store for store in self._stores if isinstance(store, HeadwiseTier)]
+        assert len(stores) == len(self._stores), "heads share a budget in no other"
         ranks = [[held + rank - store.counts[layer] for held in store.of_heads[layer]]
-                 for store, rank in zip(self._stores, firsts, strict=True) if isinstance(store, HeadwiseTier)]
+                 for store, rank in zip(stores, firsts, strict=True)]
         q, turned = turn_heads(self._layout, call, torch.tensor(ranks, device=call.q.device).flatten())
         written = self._written.setdefault(layer, [])
-        for context, (store, rank) in enumerate(zip(self._stores, firsts, strict=True)):
-            assert isinstance(store, HeadwiseTier), "heads share a budget in no other"
+        for context, (store, rank) in enumerate(zip(stores, firsts, strict=True)):
             own, here = slice(context * heads, (context + 1) * heads), slice(context, context + 1)
             k, v, turned_here = call.k[here], call.v[here], turned[own].transpose(0, 1)
             if call.keeps:
@@ -209,32 +209,31 @@ class _Layers:
             q: [H, G, D]. found: rotated keys and values of all heads, one after another, [1, 1, R, D]. lengths: [H].
         """
         if not self._tier.units:
-            sinks, lengths_here = call.sink_logits, torch.tensor(lengths, device=q.device)
             attended = decode_attention(
-                q[:, :, None], *found, self._zeros[q.device].expand(len(q)), lengths_here, call.scale,
-                firsts=torch.tensor(store.firsts(call.layer), device=q.device), softcap=call.softcap,
-                sink_logits=sinks if sinks is None else sinks.view(len(q), -1))
+                q[:, :, None], *found, self._zeros[q.device].expand(len(q)), torch.tensor(lengths, device=q.device),
+                call.scale, firsts=torch.tensor(store.firsts(call.layer), device=q.device), softcap=call.softcap,
+                sink_logits=None if call.sink_logits is None else call.sink_logits.view(len(q), -1))
             return attended.reshape(1, -1, 1, attended.shape[-1])
-        grouped, most = q.float() * call.scale, max(lengths)
+        grouped = (q.float() * call.scale)[:, None]
         rows = [slice(first, first + length) for first, length in zip(store.firsts(call.layer), lengths, strict=True)]
         keys, values = ([part[0, 0, of_head] for of_head in rows] for part in found)
-        logits = grouped.new_full((*grouped.shape[:2], most + 1), float("-inf"))  # the last one is of no unit
-        for head, of_head in enumerate(keys):
-            logits[head, :, :len(of_head)] = _logits(call, grouped[head:head + 1], of_head[None])[0]
-        weights = _weights(logits, call.sink_logits)
-        fetched = store.fetch_of_heads(call.layer, weights[..., :most].sum(1), self._tier.units,
+        sinks: Sequence[Tensor | None] = [None] * len(rows)
+        if call.sink_logits is not None:
+            sinks = call.sink_logits.view(len(rows), -1).unbind()
+        logits = [_logits(call, of_query, of_head[None]) for of_query, of_head in zip(grouped, keys, strict=True)]
+        weights = [_weights(of_head, sink) for of_head, sink in zip(logits, sinks, strict=True)]
+        fetched = store.fetch_of_heads(call.layer, [of_head[0].sum(0) for of_head in weights], self._tier.units,
                                        self._layout.tables.rotate_rows)
-        out: Tensor | None = None
-        if fetched is not None:
-            ranks, exact_keys, exact_values, real = fetched
-            at = torch.where(real, ranks, most)[:, None].expand(-1, grouped.shape[1], -1)
-            exact = _logits(call, grouped, exact_keys).masked_fill(~real[:, None], float("-inf"))
-            weights = _weights(torch.cat([logits.scatter_(-1, at, float("-inf")), exact], dim=-1), call.sink_logits)
-            out = torch.bmm(weights[..., most + 1:].to(exact_values.dtype), exact_values)
-        weights = weights.to(found[1].dtype)
-        coded = torch.stack([of_head[:, :len(units)] @ units
-                             for of_head, units in zip(weights, values, strict=True)])
-        return (coded if out is None else out + coded).reshape(1, -1, 1, coded.shape[-1])
+        out = []
+        for head, (of_head, units) in enumerate(zip(weights, values, strict=True)):
+            if fetched is not None:
+                ranks, exact_keys, exact_values = fetched[head]
+                exact = _logits(call, grouped[head], exact_keys[None])
+                coded = logits[head].index_fill_(-1, ranks, float("-inf"))
+                of_head = _weights(torch.cat([coded, exact], dim=-1), sinks[head])
+                units = torch.cat([units, exact_values])
+            out.append(of_head[0].to(units.dtype) @ units)
+        return torch.cat(out).view(1, -1, 1, out[0].shape[-1])
 
     def choose(self) -> None:
         """Fetch what the last token attended to most, behind the forward: a layer may read the units of an earlier one,

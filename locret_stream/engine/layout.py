@@ -13,7 +13,7 @@ from locret_stream.config import LEAST_OF_HEAD, ModelShape, StreamConfig, check_
 from locret_stream.errors import ConfigError
 from locret_stream.kernels import select_by_threshold, uses_triton
 from locret_stream.models import Attachment, Foreseen, RopeTables
-from locret_stream.policies import Policy, can_share
+from locret_stream.policies import POLICIES, Policy, can_share
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,16 +143,13 @@ class Layout:
 def _expect_headwise(config: StreamConfig, policy: Policy, shape: ModelShape, factors: Sequence[int]) -> None:
     """Raises ConfigError unless the heads of a layer can share its budget; `factors`: layers whose queries are
     multiplied by numbers of their rank."""
-    if config.exact is not None and config.exact.hot:
-        raise ConfigError("budget: by_head leaves heads different numbers of units, of which the same number would "
-                          "wait on the device for the next token; expected HostTier(chosen_by='query')")
     if not policy.bounded:
         raise ConfigError(f"budget: policy {policy.name!r} never evicts, so that no head leaves a unit to another; "
                           "expected by_head=False")
     if not can_share(policy):
-        raise ConfigError("budget: by_head compares the scores of a layer's heads, each given once, and policy "
-                          f"{policy.name!r} scores units again, or for all heads together; expected 'locret' or "
-                          "'kvzap'")
+        names = ", ".join(repr(name) for name, kind in POLICIES.items() if can_share(kind))
+        raise ConfigError("budget: by_head compares the scores of a layer's heads, each from what that head has, and "
+                          f"policy {policy.name!r} scores all heads together; expected of {names}")
     if shape.biased or shape.chooses or factors:
         raise ConfigError("budget: by_head gives a unit another rank in each head, and layers of this model use ranks "
                           "beside RoPE; expected by_head=False")

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
+from locret_stream.cache import HeadwiseStore
 from locret_stream.engine.layout import Layout
 from locret_stream.engine.state import EngineState
 from locret_stream.kernels import reduced_attention
@@ -34,16 +35,7 @@ class Scorer:
         if call.asked is not None:  # index keys lie behind
             keys, k = keys[..., :q.shape[-1]], k[..., :q.shape[-1]]
         total = store.counts[layer] + call.k.shape[2]
-        sinks, stabilizers = self.layout.protection_of(layer, len(self.state.focus))
-        chunk = Chunk(layer=layer, start=self.state.seen, q=call.q[0], k=call.k[0], v=call.own_v[0],
-                      keys=keys, scores=store.scores(layer), budget=self.layout.budgets[layer],
-                      sinks=sinks, stabilizers=stabilizers, state=self.policy_state)
-        if "hidden" in self.needs:
-            chunk.hidden = call.hidden[0]
-        if "positions" in self.needs:
-            old = store.positions(layer)
-            new = torch.arange(chunk.start, chunk.start + call.k.shape[2], device=old.device)
-            chunk.positions = torch.cat([old, new.expand(len(old), -1)], dim=1)
+        chunk = self._chunk(call, slice(None), slice(None), keys, store.scores(layer), store.positions(layer))
         if self.layout.shape.units[layer].sliding:
             planes, heads = chunk.scores.shape[:2]
             self.scores.append(chunk.scores.new_zeros(planes, heads, total))
@@ -53,12 +45,49 @@ class Scorer:
             chunk.keys = keys.clone() if "keys" in self.needs else keys[:, :0]
             k = k.clone() if "column_sums" in self.needs else k
         if "column_sums" in self.needs:
-            chunk.column_sums = _column_sums(call, q[0], k[0], lse)
+            chunk.column_sums = _column_sums(call, q[0], k[0], lse, call.sink_logits)
         if "token_logprob" in self.needs:
             self.chunks.append(chunk)
             self.scores.append(chunk.scores)  # replaced by `finish`
         else:
             self.scores.append(self._all_units(chunk))
+
+    def see_heads(self, call: LayerCall, store: HeadwiseStore, heads: Sequence[tuple[Tensor, Tensor, Tensor | None]]
+                  ) -> None:
+        """`see` in a layer whose heads share a budget; `heads`: as `Attention.attend_headwise` gives them."""
+        layer, new, policy = call.layer, call.k.shape[2], self.layout.policy
+        kept, positions = store.scores(layer), store.positions(layer)
+        if not policy.stateful:
+            self.scores.append(self._all_units(self._chunk(call, slice(None), slice(None), call.own_k[0, :, :0], kept,
+                                                           positions)))
+            return
+        group, most = call.q.shape[1] // len(heads), store.counts[layer]
+        scores = kept.new_zeros(*kept.shape[:2], most + new)
+        for head, ((q, k, lse), count) in enumerate(zip(heads, store.of_heads[layer], strict=True)):
+            of_head, of_queries = slice(head, head + 1), slice(head * group, (head + 1) * group)
+            keys = store.head_keys(layer, head, new) if "keys" in self.needs else call.own_k[0, of_head, :0]
+            chunk = self._chunk(call, of_queries, of_head, keys, kept[:, of_head, :count],
+                                positions[of_head, :count])
+            if "column_sums" in self.needs:
+                sinks = call.sink_logits
+                chunk.column_sums = _column_sums(call, q, k, lse, sinks if sinks is None else sinks[of_queries])
+            of_units = self._all_units(chunk)
+            scores[:, of_head, :count], scores[:, of_head, most:] = of_units[..., :count], of_units[..., count:]
+        self.scores.append(scores)
+
+    def _chunk(self, call: LayerCall, of_queries: slice, of_heads: slice, keys: Tensor, scores: Tensor,
+               positions: Tensor) -> Chunk:
+        """What the policy finds of these heads of a layer, without what attention gave."""
+        sinks, stabilizers = self.layout.protection_of(call.layer, len(self.state.focus))
+        chunk = Chunk(layer=call.layer, start=self.state.seen, q=call.q[0, of_queries], k=call.k[0, of_heads],
+                      v=call.own_v[0, of_heads], keys=keys, scores=scores, budget=self.layout.budgets[call.layer],
+                      sinks=sinks, stabilizers=stabilizers, state=self.policy_state)
+        if "hidden" in self.needs:
+            chunk.hidden = call.hidden[0]
+        if "positions" in self.needs:
+            new = torch.arange(chunk.start, chunk.start + call.k.shape[2], device=positions.device)
+            chunk.positions = torch.cat([positions, new.expand(len(positions), -1)], dim=1)
+        return chunk
 
     def finish(self, ids: list[int], hidden: Tensor) -> list[Tensor]:
         """Scores [P, H, n + T] of every layer, once the whole forward succeeded; those of the focus are always 0."""
@@ -95,9 +124,9 @@ class Scorer:
         return logprobs
 
 
-def _column_sums(call: LayerCall, q: Tensor, k: Tensor, lse: Tensor | None) -> ColumnSums:
-    """`Chunk.column_sums`, of q [H*G, T, D] and k [H, n+T, D] after RoPE; lse [H*G, T] if attention returned it."""
-    sinks = call.sink_logits
+def _column_sums(call: LayerCall, q: Tensor, k: Tensor, lse: Tensor | None, sinks: Tensor | None) -> ColumnSums:
+    """`Chunk.column_sums`, of q [H*G, T, D] and k [H, n+T, D] after RoPE; lse [H*G, T] if attention returned it; the
+    sink logits of these heads, if the model has any."""
 
     def sums(rows: slice | Tensor | None = None, *, above_mean: bool = False) -> Tensor:
         rows = slice(None) if rows is None else rows

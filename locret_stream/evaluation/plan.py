@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from locret_stream.config import check_store_bits, check_tier, check_window
+from locret_stream.config import check_shared, check_store_bits, check_tier, check_window
 from locret_stream.errors import ConfigError, HeadsMismatch, UnknownPolicy, WindowExceeded
 from locret_stream.evaluation import suite
 from locret_stream.evaluation.cells import Cell, expect_streams
@@ -75,6 +75,7 @@ def planned(axes: Axes, documents: Sequence[FileTask] = ()) -> list[Cell]:
         check_store_bits(bits)
     if axes.exact is not None and set(axes.store_bits) == {16}:
         check_tier(axes.exact, (16, 16))  # raises
+    check_shared(axes.by_head, axes.exact)
     for name in ("tasks", "policies", "budgets", "lengths", "allocations", "store_bits"):
         if not getattr(axes, name) and name not in needless:
             raise ConfigError(f"evaluation: no {name}; expected at least one")

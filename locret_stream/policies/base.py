@@ -67,7 +67,8 @@ class Policy:
         needs: a subset of `NEEDS`.
         scope: "head": scores [H, ...] (or [1, ...]); "layer": [1, ...] for all heads of a layer; "model": [1, ...], the
             same in every layer.
-        stateful: whether it scores kept units, too.
+        stateful: whether it scores kept units, too. alone: whether such a policy scores each head by what that head
+            has, so that heads with different numbers of units can be scored one at a time, each as a layer of one head.
         bounded: False for a policy that never evicts, so that its streams end.
         planes: how many score planes it has. A score plane is one fp32 number per unit, which is kept, moved and saved
             with the unit; the first is the score. With more than one, `score` returns [P, H, ...].
@@ -78,6 +79,7 @@ class Policy:
     needs: frozenset[str] = frozenset()
     scope: Literal["head", "layer", "model"] = "head"
     stateful: bool = False
+    alone: ClassVar[bool] = False
     bounded: bool = True
     planes: int = 1
     features: ClassVar[str | None] = None
@@ -123,8 +125,9 @@ class Policy:
 
 
 def can_share(policy: Policy | type[Policy]) -> bool:
-    """Whether the KV heads of a layer can share its units with this policy: each head scores every unit once."""
-    return policy.bounded and not policy.stateful and policy.scope == "head"
+    """Whether the KV heads of a layer can share its units with this policy: each head has scores of its own, given once
+    or from what that head has."""
+    return policy.bounded and policy.scope == "head" and (policy.alone or not policy.stateful)
 
 
 class Listening(Policy):

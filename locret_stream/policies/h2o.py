@@ -20,6 +20,7 @@ class H2O(Policy):
     name = "h2o"
     needs = frozenset({"column_sums"})
     stateful = True
+    alone = True
 
     def __init__(self, recent: float = 0.5):
         self.check_knob(0 <= recent <= 1, "recent", recent, "a share of the budget in [0, 1]")

@@ -18,6 +18,7 @@ class KeyDiff(Policy):
     name = "keydiff"
     needs = frozenset({"keys"})
     stateful = True
+    alone = True
 
     def score(self, chunk: Chunk) -> Tensor:
         keys = F.normalize(chunk.keys.float(), dim=-1)

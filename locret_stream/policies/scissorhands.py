@@ -21,6 +21,7 @@ class Scissorhands(Policy):
     name = "scissorhands"
     needs = frozenset({"column_sums"})
     stateful = True
+    alone = True
 
     def __init__(self, window: int = 400, recent: int = 10):
         self.check_knob(window >= 1, "window", window, "at least 1 query")

@@ -25,6 +25,7 @@ class SnapKV(Policy):
     name = "snapkv"
     needs = frozenset({"column_sums"})
     stateful = True
+    alone = True
 
     def __init__(self, window: int = 32, kernel: int = 5):
         self.check_knob(window >= 1, "window", window, "at least 1 query")

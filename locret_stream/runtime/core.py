@@ -98,8 +98,8 @@ class Runtime:
                 a quarter of the model's window, at most 6,000.
             chunk_size: tokens between two evictions; by default a sixteenth of the window, at most 1,024.
             sinks, stabilizers: first and last units that always stay; defaults 4 and 32.
-            by_head: whether the KV heads of a layer share its units (`Budget`), for policies that score each unit once:
-                "locret" and "kvzap".
+            by_head: whether the KV heads of a layer share its units (`Budget`), for policies that score each head by
+                what it has; others are refused by name.
             max_live, scratch: slots for open contexts, and for `ask` and undoable turns. With a store more contexts may
                 be open: idle ones with a name are swapped out.
             template: "auto" (the tokenizer's chat template; raw where it has none), or a Jinja chat template.

@@ -112,7 +112,7 @@ def test_a_changed_byte_is_noticed(tmp_path: Path):
 def test_a_runtime_beside_shares_where_its_policy_can():
     async def main() -> None:
         async with shared() as runtime:
-            for policy, shares in (("h2o", False), ("locret", True)):
+            for policy, shares in (("h2o", True), ("tova", False), ("locret", True)):
                 async with runtime.beside(policy) as other:
                     assert other.engine.config.budget.by_head == shares
                     async with other.open() as ctx:
@@ -144,10 +144,10 @@ def test_the_faces_set_it():
 
 
 def test_a_cell_of_it_has_a_name_of_its_own():
-    cells = planned(Axes(tasks=("recall",), policies=("locret", "h2o"), budgets=(64,), lengths=(512,), questions=8,
+    cells = planned(Axes(tasks=("recall",), policies=("locret", "tova"), budgets=(64,), lengths=(512,), questions=8,
                          heads={"locret": ("somewhere",)}, store_bits=(16, 4), by_head=True))
     assert [(cell.policy, cell.store_bits, cell.by_head) for cell in cells] == [
-        ("locret", 16, True), ("locret", 4, True), ("h2o", 16, False), ("h2o", 4, False)]
+        ("locret", 16, True), ("locret", 4, True), ("tova", 16, False), ("tova", 4, False)]
     origin = Origin(weights="", tokenizer="", heads="", text="", tasks=1)
     shared, equal = (Cell(task="recall", policy="locret", length=1024, units=64, by_head=by) for by in (True, False))
     assert file_name(shared, origin) != file_name(equal, origin)

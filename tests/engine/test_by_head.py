@@ -180,6 +180,69 @@ def test_with_a_floor_of_all_it_is_the_equal_heads(on: str, how: dict[str, Any],
     torch.testing.assert_close(others, logits, rtol=1e-4, atol=1e-4)
 
 
+SCORED_AGAIN = ["h2o", "snapkv", "keydiff", "scissorhands"]
+
+
+@pytest.mark.parametrize("policy", SCORED_AGAIN)
+@pytest.mark.parametrize("how", [{}, {"store_bits": 4}, {"store_bits": 2, "exact": FEW}])
+def test_the_laws_hold_where_kept_units_are_scored_again(policy: str, how: dict[str, Any]):
+    knobs: dict[str, Any] = {"h2o": {"recent": 0.2}, "snapkv": {"window": 4}}.get(policy, {})
+    engine = build(policy, units=UNITS, chunk_size=CHUNK, sinks=SINKS, stabilizers=STABILIZERS, allocation=SHARES,
+                   by_head=True, **knobs, **how)
+
+    @settings(max_examples=examples(8))
+    @given(st.lists(operation, min_size=6, max_size=12))
+    def law(operations: list[tuple]) -> None:
+        play(engine, operations, rigged=ByHeadRig)
+
+    law()
+
+
+@pytest.mark.parametrize("policy", SCORED_AGAIN)
+@pytest.mark.parametrize("on", ["llama", "gpt-oss", "gemma2"])
+@pytest.mark.parametrize("how", [{}, {"store_bits": 8}])
+def test_with_a_floor_of_all_heads_are_scored_as_together(policy: str, on: str, how: dict[str, Any],
+                                                          monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(layout, "LEAST_OF_HEAD", 1.0)
+    found = []
+    for by_head in (False, True):
+        engine = build(policy, on=model(on), units=UNITS, chunk_size=CHUNK, sinks=SINKS, stabilizers=STABILIZERS,
+                       by_head=by_head, **how)
+        state = engine.open(0)
+        feed(engine, state, ids_of(7 * CHUNK + 3))
+        found.append([(state.store.positions(layer).clone(), state.store.scores(layer).clone())
+                      for layer in range(engine.shape.layers)])
+    for (places, scores), (others, other_scores) in zip(*found, strict=True):
+        assert torch.equal(places, others)
+        torch.testing.assert_close(scores, other_scores, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("how", [{}, {"store_bits": 4}])
+def test_each_head_is_scored_by_what_it_has(how: dict[str, Any], monkeypatch: pytest.MonkeyPatch):
+    """Its keys, its scores and its positions, though the heads have different numbers."""
+    engine = build("keydiff", units=UNITS, chunk_size=CHUNK, sinks=SINKS, stabilizers=STABILIZERS, by_head=True, **how)
+    state, score, seen, uneven = engine.open(0), type(engine.policy).score, list[tuple[int, int, Tensor]](), 0
+
+    def watched(policy: Policy, chunk: Chunk) -> Tensor:
+        scores = score(policy, chunk)
+        assert chunk.keys.shape[:2] == scores.shape and torch.equal(chunk.keys[:, -CHUNK:], chunk.k)
+        seen.append((chunk.layer, chunk.scores.shape[-1], chunk.scores[0, 0].clone()))
+        return scores
+
+    monkeypatch.setattr(type(engine.policy), "score", watched)
+    for chunk in range(9):
+        held = [list(counts) for counts in state.store.of_heads]
+        scores = [state.store.scores(layer)[0].clone() for layer in range(engine.shape.layers)]
+        uneven += any(len(set(counts)) > 1 for counts in held)
+        seen.clear()
+        feed(engine, state, ids_of(CHUNK, seed=chunk))
+        assert [(layer, count) for layer, count, _ in seen] == [
+            (layer, count) for layer, counts in enumerate(held) for count in counts]
+        for (layer, count, before), head in zip(seen, [0, 1] * engine.shape.layers, strict=True):
+            assert torch.equal(before, scores[layer][head, :count])
+    assert uneven > 2
+
+
 def replied(engine: Engine, count: int = 5 * CHUNK + 3) -> tuple[EngineState, list[Tensor]]:
     state = engine.open(0)
     feed(engine, state, ids_of(count))
@@ -349,6 +412,57 @@ def test_no_head_outgrows_the_window_behind_a_thinned_memory_or_a_focus(how: dic
     assert torch.isfinite(engine.logits(state)).all() and torch.isfinite(engine.logits(copy)).all()
 
 
+@pytest.mark.parametrize("how", [{"store_bits": 4, "decode_copy": True}, {"store_bits": 4}, {
+    "store_bits": 2, "exact": FEW, "decode_copy": True}])
+@pytest.mark.parametrize("changed", ["focus", "thin"])
+def test_what_was_read_is_read_anew_where_units_stand_elsewhere(how: dict[str, Any], changed: str):
+    """Behind an answer over the same units, whose tokens were taken back."""
+    engine = engine_of(heads=leaning(), **how)
+    logits = []
+    for asked in (True, False):
+        state = engine.open(0)
+        feed(engine, state, ids_of(6 * CHUNK))
+        if asked:
+            reply(engine, [state], 3)
+            engine.truncate(state, 0)
+        if changed == "focus":
+            engine.focus(state, QUERY)
+        else:
+            engine.thin(state, 0.6)
+        engine.accept(state, [7, 9])
+        logits.append(engine.logits(state).clone())
+    assert torch.equal(*logits)
+
+
+def test_units_of_a_focus_stay_exact_in_heads_with_few_units():
+    """Fewer than stay exact on the device, of which those of the focus are some."""
+    found = []
+    for how in ({}, {"store_bits": 2, "exact": HostTier(units=200, residual=12)}):
+        engine = engine_of(heads=leaning(), **how)
+        state = engine.open(0)
+        feed(engine, state, ids_of(6 * CHUNK))
+        engine.focus(state, QUERY)
+        feed(engine, state, ids_of(3 * CHUNK + 2, seed=3))
+        assert min(map(min, state.store.of_heads)) < 12 + len(QUERY)
+        found.append(reply(engine, [state], 6)[0])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("exact", [FEW, HostTier(units=64, residual=0)])
+def test_heads_that_share_fetch_together_what_the_formula_says(exact: HostTier):
+    """As many as there are heads times those of one, where they attend most, whatever each head has."""
+    engine = engine_of(heads=leaning(), store_bits=2, exact=exact)
+    state = engine.open(0)
+    feed(engine, state, ids_of(9 * CHUNK + 1))
+    of_token, of_chunk = engine.pool.formula_moved()
+    fetched, read = engine.pool.fetched, engine.pool.read
+    reply(engine, [state], 4)  # of which the first token's logits take a forward of the prompt
+    assert engine.pool.fetched - fetched == 3 * of_token > 0
+    feed(engine, state, ids_of(2 * CHUNK - 5, seed=5))
+    assert engine.pool.read - read == 2 * of_chunk > 0
+
+
 def test_receipts_and_occupancy_count_what_each_head_keeps():
     engine = engine_of(heads=leaning())
     state = engine.open(0)
@@ -387,8 +501,8 @@ def test_tensors_of_no_context_are_refused(harm: str):
 
 @pytest.mark.parametrize(("more", "said"), [
     ({"store_bits": 4, "exact": HostTier(chosen_by="last")}, "chosen_by='query'"),
-    ({"policy": "h2o"}, "scores units again"), ({"policy": "full", "units": 200}, "never evicts"),
-    ({"policy": "sirllm"}, "for all heads together")])
+    ({"policy": "tova"}, "scores all heads together"), ({"policy": "full", "units": 200}, "never evicts"),
+    ({"policy": "nacl"}, "expected of .*'snapkv'")])
 def test_what_cannot_share_is_refused_by_name(more: dict[str, Any], said: str):
     with pytest.raises(ConfigError, match=said):
         build(**{"policy": "locret", "by_head": True} | more)
