@@ -456,9 +456,10 @@ def test_heads_that_share_fetch_together_what_the_formula_says(exact: HostTier):
     state = engine.open(0)
     feed(engine, state, ids_of(9 * CHUNK + 1))
     of_token, of_chunk = engine.pool.formula_moved()
-    fetched, read = engine.pool.fetched, engine.pool.read
+    fetched = engine.pool.fetched
     reply(engine, [state], 4)  # of which the first token's logits take a forward of the prompt
     assert engine.pool.fetched - fetched == 3 * of_token > 0
+    read = engine.pool.read
     feed(engine, state, ids_of(2 * CHUNK - 5, seed=5))
     assert engine.pool.read - read == 2 * of_chunk > 0
 
