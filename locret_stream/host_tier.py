@@ -31,7 +31,7 @@ class HostTier(msgspec.Struct, frozen=True, kw_only=True):
             again; or "codes" with the first and the residual units exactly, in a fraction of the bytes. Then what the
             host has of the others is what their codes say, so that fetching them gains nothing
             (`Memory.rounded` says of which tokens). It takes `prefill="codes"`, as else what is committed next would
-            depend on whether a context was restored.
+            depend on whether a context was restored; and the residual units always stay, for the same reason.
 
     Raises:
         ConfigError: a value out of range, or `saves="codes"` with another `prefill`.

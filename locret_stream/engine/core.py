@@ -326,7 +326,8 @@ class Engine:
             if self.ready(state):
                 return None
             if state.pending:
-                state.next_focus, state.next_focus_at = ids, state.position
+                state.next_focus = None if ids == state.focus else ids  # a focus that is there already changes nothing
+                state.next_focus_at = state.position
             elif units is not None:
                 with state.broken_by_failure():
                     put_in_front(self.layout, state, ids, units)

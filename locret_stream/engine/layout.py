@@ -74,8 +74,10 @@ class Layout:
                      attachment.states, headwise, most, given_means and config.quantised)
         for units, window, (sinks, stabilizers) in zip(budgets, shape.sliding, layout.protection, strict=True):
             if not window and sinks + stabilizers >= units:
-                raise ConfigError(f"policy {policy.name!r} protects {sinks} + {stabilizers} units of {units}; "
-                                  "expected fewer than the budget")
+                saved = config.exact is not None and config.exact.saves == "codes"
+                raise ConfigError(f"policy {policy.name!r} protects {sinks} + {stabilizers} units of {units}"
+                                  + saved * ", the residual ones of HostTier(saves='codes') among them"
+                                  + "; expected fewer than the budget")
         return layout
 
     def pool(self, attachment: Attachment | Foreseen, slots: int, *, key_means: Tensor | None = None,
@@ -132,12 +134,17 @@ class Layout:
     def protection_of(self, layer: int, focus_count: int = 0, units: int | None = None) -> tuple[int, int]:
         """How many of the first units of a layer always stay, a focus of `focus_count` tokens included, and how many of
         the last, where it keeps so many `units` (None: its budget). Layers with a sliding window protect none, as they
-        keep their last units."""
+        keep their last units.
+
+        Where codes are saved, the last units that are saved exactly stay: if an older one could take the place of one
+        of them, what is committed would depend on whether that one was restored from its code. A copy that is thinned
+        commits nothing that is saved."""
         if self.shape.units[layer].sliding:
             return 0, 0
-        budget = self.config.budget
-        return self.policy.protection(self.budgets[layer] if units is None else units, focus_count + budget.sinks,
-                                      budget.stabilizers)
+        budget, tier = self.config.budget, self.config.exact
+        first, last = self.policy.protection(self.budgets[layer] if units is None else units,
+                                             focus_count + budget.sinks, budget.stabilizers)
+        return first, max(last, tier.residual) if units is None and tier is not None and tier.saves == "codes" else last
 
 
 def _expect_headwise(config: StreamConfig, policy: Policy, shape: ModelShape, factors: Sequence[int]) -> None:

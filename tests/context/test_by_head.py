@@ -152,3 +152,17 @@ def test_a_cell_of_it_has_a_name_of_its_own():
     shared, equal = (Cell(task="recall", policy="locret", length=1024, units=64, by_head=by) for by in (True, False))
     assert file_name(shared, origin) != file_name(equal, origin)
     assert "by head" in in_words(shared) and "by head" not in in_words(equal)
+
+
+def test_a_session_whose_focus_was_taken_back_is_replayed_as_it_was(tmp_path: Path):
+    async def main() -> None:
+        async with shared(store=tmp_path) as runtime:
+            async with runtime.open("a", raw=True) as ctx:
+                await ctx.feed(TOLD)
+                while ctx.memory.tokens % support.CHUNK in (0, support.CHUNK - 1):
+                    await ctx.feed("x")
+                await ctx.focus("falcon")
+                await ctx.focus(None)
+            assert not (await runtime.replay("a")).differs
+
+    asyncio.run(main())

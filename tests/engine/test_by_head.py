@@ -464,6 +464,29 @@ def test_heads_that_share_fetch_together_what_the_formula_says(exact: HostTier):
     assert engine.pool.read - read == 2 * of_chunk > 0
 
 
+@pytest.mark.parametrize("by_head", [True, False])
+@pytest.mark.parametrize("residual", [2, 8, 12])
+@pytest.mark.parametrize("focus", [[], QUERY])
+def test_what_is_committed_depends_on_no_restore_where_codes_are_saved(by_head: bool, residual: int, focus: list[int]):
+    """More exact units than stabilizers, heads that lose more than a chunk, and a focus that takes units, too."""
+    tier = HostTier(units=6, residual=residual, prefill="codes", saves="codes")
+    engine = engine_of(by_head=by_head, heads=leaning(), store_bits=2, exact=tier, allocation="uniform")
+    for seed in range(4):
+        state, restored = engine.open(0), engine.open(1)
+        for at in range(5):
+            ids = ids_of(3 * CHUNK, seed=10 * seed + at)
+            if at == 2:
+                engine.focus(state, focus)
+                engine.focus(restored, focus)
+            feed(engine, state, ids)
+            feed(engine, restored, ids)
+            restored = engine.load(engine.export(restored), 1)
+        assert_same(engine.export(restored), engine.export(state))
+        for layer in range(engine.shape.layers):
+            for head in kept(state, layer):
+                assert head[-residual:] == list(range(state.seen - residual, state.seen))
+
+
 def test_receipts_and_occupancy_count_what_each_head_keeps():
     engine = engine_of(heads=leaning())
     state = engine.open(0)

@@ -417,3 +417,22 @@ def test_strange_ones_are_not_loaded(change, said: str):
     change(saved)
     with pytest.raises(SnapshotCorrupt, match=said):
         engine.load(saved, 1)
+
+
+@pytest.mark.parametrize("before", [[], QUERY])
+def test_a_focus_that_is_taken_back_before_it_is_in_force_leaves_nothing(before: list[int]):
+    """Off the grid, where it would come into force later; as a session that is replayed never has it."""
+    engine = engine_of()
+    found = []
+    for given in ([OTHER, before], [before], []):
+        state = engine.open(len(found))
+        engine.focus(state, before)
+        feed(engine, state, ids_of(CHUNK + 3))
+        for ids in given:
+            engine.focus(state, ids)
+        assert state.next_focus is None
+        found.append(engine.export(state))
+        feed(engine, state, ids_of(2 * CHUNK, seed=2))
+        found[-1] |= {f"{name} later": tensor for name, tensor in engine.export(state).items()}
+    for other in found[1:]:
+        assert_same(other, found[0])
