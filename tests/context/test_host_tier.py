@@ -88,7 +88,8 @@ def test_a_session_that_is_saved_as_codes_takes_less_and_says_so(tmp_path: Path,
 
 @pytest.mark.parametrize(("first", "second"), [(None, "host"), ("host", None),
                                                ("host", HostTier(prefill="codes")),
-                                               (HostTier(prefill="codes"), HostTier(prefill="codes", saves="codes"))])
+                                               (HostTier(residual=4, prefill="codes"),
+                                                HostTier(residual=4, prefill="codes", saves="codes"))])
 def test_a_session_of_another_tier_is_refused_and_can_be_read_again(tmp_path: Path, first: Any, second: Any):
     async def main() -> None:
         async with tiny(store=tmp_path, store_bits=2, exact=first) as runtime, runtime.open("a") as ctx:
