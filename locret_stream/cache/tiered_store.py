@@ -309,7 +309,7 @@ class TieredStore(QuantisedStore):
     def beside(self) -> dict[str, Tensor]:
         """As of `UnitStore`, and of each layer l `l.key_mean` [H, D] fp32, unless means are given: codes are made of
         the exact units again. Where codes are saved, all of `QuantisedStore.beside`, and `l.last_keys`, `l.last_values`
-        [H, n, D], the last units exactly, behind zeros in a head that has fewer."""
+        [H, n, D], the last units exactly, which stay in every head."""
         if self.tier.saves == "codes":
             out = super().beside()
             for layer, (count, front, most) in enumerate(zip(self.counts, self.fronts, self.pool.residuals,
