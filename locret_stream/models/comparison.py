@@ -34,6 +34,7 @@ BY_LAYER = 8e-2  # tolerance of a quantised layer, as a share of the root mean s
 BY_ATTENTION = 5e-2  # of attention in fp16 and bf16, as a share of the root mean square of its output
 OF_STATES = 5e-3  # most that the stock model may differ from itself when it reads in pieces
 OF_ROUNDING = 0.5  # gap of logits in fp16 and bf16 up to which rounding may be the cause
+SHAKEN = 3  # times that a model reads with its attention off by rounding, to see how far that moves its logits
 COPIED, TRIED = 1 << 28, 8 << 30  # bytes up to which a copy in fp32 decides, and up to which it is the last resort
 AMPLIFIED = 50  # how many tolerances the logits may differ by where every layer by itself is within one
 _WINDOWS = ("sliding_window", "attention_chunk_size")
@@ -58,8 +59,8 @@ def self_test(model: PreTrainedModel, attachment: Attachment) -> float:
     In fp16 and bf16 a tolerance of logits tells little: a wrong rotation hides in it where weights are small. Up to
     256 MiB in fp32, a copy of the model in fp32 must pass. A larger model is compared by its attention modules, each by
     itself, as what a whole layer adds is often less than the rounding of what it adds it to; and its logits may differ
-    by more than the tolerance only up to twice as much as the stock model's own do, where it reads the same pieces.
-    Should these differ, a copy decides up to 8 GiB.
+    by more than the tolerance only up to twice as much as the stock model's own do, where it reads the same pieces or
+    where its attention is off by the rounding of its dtype. Should these differ, a copy decides up to 8 GiB.
 
     Returns:
         The root mean square of the differences of logits at the beginning, in units of the stock logits' standard
@@ -135,18 +136,19 @@ class _Comparison:
                 return False
             if self.copy:
                 return self._copy_passes()
-            near = gap <= tolerance or gap <= 2 * self._own
+            near = gap <= tolerance or gap <= 2 * self._own() or gap <= 2 * self._moved_by_rounding()
             return (near and self._first_wrong(runs, first) is None) or self._larger_copy_passes()
         if gap <= tolerance:
             return True
         if attachment.states:  # layers with a recurrent state sum in another order when they read in pieces
-            if self._own > OF_STATES:
+            own = self._own()
+            if own > OF_STATES:
                 raise UnsupportedModel(
                     f"{type(self.model).__name__}: its own forward forgets: read in pieces, with transformers' own "
-                    f"cache, its logits differ from those of one forward by {self._own:.3g} standard deviations (root "
+                    f"cache, its logits differ from those of one forward by {own:.3g} standard deviations (root "
                     "mean square), as some of its layers begin anew with each piece; expected a model that goes on "
                     "from its recurrent state")
-            if gap <= 2 * self._own:
+            if gap <= 2 * own:
                 return True
         if not attachment.quantised and gap > AMPLIFIED * tolerance:
             return False
@@ -173,7 +175,6 @@ class _Comparison:
             + ". The model does something that this library does not reproduce (for example a norm behind RoPE that "
             "subtracts a mean), so it is refused" + ("; load it in float32 to rule rounding out" if self.half else ""))
 
-    @functools.cached_property
     def _own(self) -> float:
         """How far the stock model's logits are from its own, where it reads the same pieces with the cache that it
         makes itself; one token at a time behind the first of them where it forgets otherwise."""
@@ -186,6 +187,24 @@ class _Comparison:
             logits.append(out.logits)
         whole = self.stock(self._ids[None], use_cache=False).logits
         return _gap(torch.cat(logits, 1), whole, whole.float().std())
+
+    def _moved_by_rounding(self) -> float:
+        """How far the stock model's logits move, at most of a few times, where what each part puts out is off by the
+        rounding of the dtype: far in a model that chooses experts or units, as rounding then chooses others."""
+        eps, generator = torch.finfo(self.attachment.dtype).eps, torch.Generator().manual_seed(0)
+
+        def shake(_module: torch.nn.Module, _args: Any, out: Any) -> Any:
+            first = _first(out)
+            noise = torch.randn(first.shape, generator=generator).to(first.device) * eps
+            moved = (first.float() + noise * first.float().square().mean().sqrt()).to(first.dtype)
+            return (moved, *out[1:]) if isinstance(out, tuple) else moved
+
+        whole = self.stock(self._ids[None], use_cache=False).logits
+        with ExitStack() as hooks:
+            for name, _ in self._parts:
+                hooks.enter_context(decoder_of(self.stock).get_submodule(name).register_forward_hook(shake))
+            return max(_gap(self.stock(self._ids[None], use_cache=False).logits, whole, whole.float().std())
+                       for _ in range(SHAKEN))
 
     @functools.cached_property
     def _parts(self) -> list[tuple[str, int]]:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from torch import Tensor
 
 from locret_stream.cache import NOWHERE, HeadwiseStore
@@ -24,6 +25,7 @@ from locret_stream.models import attach
 from locret_stream.policies import Chunk, Policy
 from tests.engine.naive import NaiveByHead
 from tests.engine.test_host_tier import reply
+from tests.engine.test_kinds import POLICIES, close
 from tests.engine.test_laws import CHUNK, SHARES, SINKS, STABILIZERS, UNITS, Rig, operation, play
 from tests.engine.test_store_bits import arrivals
 from tests.kit import assert_same, build, examples, feed, ids_of, model, random_heads
@@ -143,7 +145,7 @@ def test_committed_state_is_a_function_of_the_tokens(on: str, how: dict[str, Any
     @settings(max_examples=examples(15))
     @given(st.lists(operation, min_size=6, max_size=12))
     def law(operations: list[tuple]) -> None:
-        play(engine, operations, rigged=ByHeadRig)
+        play(engine, operations, close(on) if on in POLICIES else 1e-5, rigged=ByHeadRig)
 
     law()
     assert engine.pool.bytes_resident == engine.pool.formula_bytes()
@@ -154,6 +156,9 @@ def test_committed_state_is_a_function_of_the_tokens(on: str, how: dict[str, Any
 @pytest.mark.thorough(but=14)
 def test_with_a_floor_of_all_it_is_the_equal_heads(on: str, how: dict[str, Any], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(layout, "LEAST_OF_HEAD", 1.0)
+    if "exact" in how:  # all: heads that share a budget share what is fetched, too
+        how = how | {"exact": replace(how["exact"], units=200)}
+    bits = check_store_bits(how.get("store_bits", 16))
     equal, shared = engine_of(on, by_head=False, **how), engine_of(on, **how)
     assert equal.pool.bytes_resident == shared.pool.bytes_resident
     ids = ids_of(7 * CHUNK + 3)
@@ -173,10 +178,13 @@ def test_with_a_floor_of_all_it_is_the_equal_heads(on: str, how: dict[str, Any],
         found.append((engine.export(states[0]), torch.stack(logits)))
     (before, logits), (after, others) = found
     for name, tensor in before.items():
-        if tensor.dtype == torch.uint8:  # sums in another order may fall on the other side of a step
-            assert (after[name] == tensor).float().mean() > 0.98
-        elif "store_bits" not in how:
-            torch.testing.assert_close(after[name], tensor, rtol=1e-4, atol=1e-4)
+        found = after[name]
+        if tensor.dtype == torch.uint8 and bits[name.endswith("values")] < 16:
+            assert (found == tensor).float().mean() > 0.98, "sums in another order may fall on another step"
+            continue
+        if tensor.dtype == torch.uint8:  # exact K or V, as bytes beside codes of the other
+            found, tensor = found.view(torch.float32), tensor.view(torch.float32)
+        torch.testing.assert_close(found, tensor, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(others, logits, rtol=1e-4, atol=1e-4)
 
 

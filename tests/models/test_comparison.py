@@ -10,6 +10,7 @@ import transformers as tf
 from locret_stream.engine import try_out
 from locret_stream.errors import UnsupportedModel
 from locret_stream.models import Attachment, attach, attached, comparison, detach, rotary, self_test
+from locret_stream.models.comparison import _Comparison
 from tests.architectures import CONFIGS, LATENT, make
 
 
@@ -26,6 +27,23 @@ def test_every_kind_passes_in_few_bits_by_its_parts(name: str, as_a_large_model)
     stock = make(name, dtype=torch.bfloat16)
     attach(stock)
     detach(stock)
+
+
+@pytest.mark.parametrize(("name", "least", "most"), [("deepseek-v3.2", 0.05, 0.5), ("llama", 1e-3, 0.03)])
+def test_how_far_rounding_moves_logits_is_measured_on_the_model(name: str, least: float, most: float, as_a_large_model,
+                                                                monkeypatch):
+    """DeepSeek-V3.2 chooses experts: on a CPU without products in bf16, rounding alone moves its logits by 0.2. So it
+    is read once more with attention off by rounding, and differs from its attachment by no more than from itself."""
+    measure, moved = _Comparison._moved_by_rounding, list[float]()
+    monkeypatch.setattr(_Comparison, "_moved_by_rounding", lambda self: moved.append(measure(self)) or moved[-1])
+    monkeypatch.setattr(comparison, "_TOLERANCE", {torch.bfloat16: 1e-3})
+    attach(stock := make(name, dtype=torch.bfloat16))
+    detach(stock)
+    assert least < moved[0] < most, moved
+    monkeypatch.setattr(_Comparison, "_moved_by_rounding", lambda self: 0.0)
+    monkeypatch.setattr(_Comparison, "_own", lambda self: 0.0)
+    with pytest.raises(UnsupportedModel, match="Each of its layers agrees by itself"):
+        attach(stock)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
