@@ -8,10 +8,12 @@ copy of the memory: how likely is its value, token by token. `--units` per KV he
     fixed        in every layer those numbers for its heads that `threshold` comes to on another stream
     threshold    by one threshold over the scores of a layer's heads, at every commit (`Budget(by_head=True)`)
 
-and, of each way, how much less likely its values are than with uniform budgets, question by question. Also how long
-reading takes, and a decoded token, against uniform budgets, in turn (`--steps N`).
+and, of each way, how much likelier its values are than with uniform budgets, question by question. Also how long
+reading takes, and a decoded token, against uniform budgets, in turn (`--steps N`). `--policy` takes another policy's
+scores than the heads': with snapkv, `threshold` is AdaKV.
 
     python benchmarks/by_head.py --units 128 256 512 --streams 2 --asked 128 --keep by_head
+    python benchmarks/by_head.py --policy snapkv --units 512 --asked 96 --ways uniform threshold --keep by_head_snapkv
     python benchmarks/by_head.py --steps 60 --units 1024 --keep by_head_steps
 """
 
@@ -60,8 +62,10 @@ class Bench:
         """An engine with the budget divided that way."""
         budget = Budget(units=units, sinks=SINKS, stabilizers=STABILIZERS, by_head=way in ("fixed", "threshold"),
                         allocation="pyramid" if way == "pyramid" else "uniform")
-        config = StreamConfig(budget=budget, chunk_size=self.options.chunk, policy="locret")
-        return Engine(self.attachment, config, make_policy("locret", {}, self.heads), slots=slots)
+        policy = self.options.policy
+        config = StreamConfig(budget=budget, chunk_size=self.options.chunk, policy=policy)
+        made = make_policy(policy, {}, self.heads if policy == "locret" else None)
+        return Engine(self.attachment, config, made, slots=slots)
 
     def ids(self, text: str) -> list[int]:
         return self.tokenizer(text, add_special_tokens=False).input_ids
@@ -184,6 +188,7 @@ def main() -> None:
     parser.add_argument("--asked", type=int, default=128, help="of these")
     parser.add_argument("--streams", type=int, default=1)
     parser.add_argument("--chunk", type=int, default=256)
+    parser.add_argument("--policy", default="locret", help="one of `locret-stream policies`")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--steps", type=int, default=0, metavar="N")
     parser.add_argument("--threads", type=int, default=1)
@@ -191,8 +196,8 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     bench = Bench(options)
-    result = {"units": options.units[0], "steps": timed(bench)} if options.steps else {
-        name: getattr(options, name) for name in ("tokens", "facts", "asked", "streams", "chunk")} | measured(bench)
+    result = {"policy": options.policy} | ({"units": options.units[0], "steps": timed(bench)} if options.steps else {
+        name: getattr(options, name) for name in ("tokens", "facts", "asked", "streams", "chunk")} | measured(bench))
     record(options.keep or "by_head", result, keep=options.keep is not None)
 
 

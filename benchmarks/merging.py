@@ -24,7 +24,7 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -65,6 +65,7 @@ class Way:
         ranks: of dropped units in what is matched: "own", as before the eviction; "moved", as of the kept unit before.
         reservoir: queries of older tokens, drawn evenly, that are matched, too; what they take is not counted.
         half: match the even queries of a chunk alone, and tell the error of the odd ones.
+        convolution: instead of a rule, what merges keys and values, as `lococo.Convolutions.merged`.
     """
 
     merge: str | None = None
@@ -76,6 +77,7 @@ class Way:
     ranks: str = "own"
     reservoir: int = 0
     half: bool = False
+    convolution: Callable[[int, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
 
     @property
     def extra_bytes(self) -> int:
@@ -162,6 +164,8 @@ class TracingStore(UnitStore):
         new_keys, new_values, new_bias = (_taken(x, keep) for x in (keys, values, bias))
         if way.merge is not None:
             new_keys, new_values, new_bias = self._merged(layer, keys, values, keep, may, reference)
+        if way.convolution is not None:
+            new_keys, new_values = way.convolution(layer, keys, values, scores, keep)
         if way.bias or way.values:
             new_values, new_bias = reference.matched(way, may)
         self.errors[layer].append(reference.errors(new_values, new_bias))
