@@ -4,7 +4,8 @@ A commit keeps the best b units per KV head (`merging.py`). Here the worst eight
 dropped (Cai et al., ICML 2024): one convolution over their keys and values, 21 units wide, says for each that takes in
 how much of every other, and their keys and values become (1 - n) times their own and n times those sums. Convolutions
 and n are trained as there, by the loss of the chunk that follows: on other streams, whose facts are told twice, so that
-what was dropped is of use. The model stays as it is. With n = 0 this is plain eviction; training begins at 0.1.
+what was dropped is of use. The model stays as it is. With n = 0 this is plain eviction; in the first half of training n
+stays at `--mixed`, as it would fall to 0 before the convolutions have learnt anything.
 
 SmolLM2 with its heads in fp32; each way is paired, question by question, with plain units in as many bytes.
 
@@ -42,14 +43,14 @@ TRAINED_ON = 1000  # the number of the first stream that it is trained on
 class Convolutions(nn.Module):
     """One of each layer, for all its heads: keys and values [H, 2D, N] -> a logit of each unit for each of m."""
 
-    def __init__(self, attachment: Attachment, budgets: list[int]):
+    def __init__(self, attachment: Attachment, budgets: list[int], mixed: float):
         super().__init__()
         units = attachment.shape.units
         self.taking = [budget // SHARE for budget in budgets]
         self.convolutions = nn.ModuleList(
             nn.Conv1d(unit.key_dim + unit.value_dim, m, WIDTH, padding=WIDTH // 2)
             for unit, m in zip(units, self.taking, strict=True))
-        self.mixed = nn.Parameter(torch.full((len(units),), 0.1))  # n, by layer
+        self.mixed = nn.Parameter(torch.full((len(units),), mixed))  # n, by layer
 
     def merged(self, layer: int, keys: Tensor, values: Tensor, scores: Tensor, keep: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of the units at the ranks `keep` [H, B], of which the worst take in those that are not kept:
@@ -95,14 +96,14 @@ class Training:
 
     def __init__(self, options: argparse.Namespace, attachment: Attachment, own: Any, budgets: list[int]):
         self.options, self.attachment, self.own, self.budgets = options, attachment, own, budgets
-        self.convolutions = Convolutions(attachment, budgets)
+        self.convolutions = Convolutions(attachment, budgets, options.mixed)
         self.tables = attachment.tables(max(budgets) + 2 * options.chunk)
 
     def run(self, tokenizer: Any) -> dict[str, Any]:
         """Train; gives how long it took, the losses of the first and the last fifty steps, and n by layer."""
         options, made = self.options, self.convolutions
         adam = torch.optim.Adam([{"params": made.convolutions.parameters(), "lr": options.rate},
-                                 {"params": [made.mixed], "lr": 10 * options.rate}])
+                                 {"params": [made.mixed], "lr": 0.0}])
         losses, step, began = list[float](), 0, time.perf_counter()
         for ids in texts(options, tokenizer):
             held: list[tuple[Tensor, Tensor, Tensor]] | None = None
@@ -112,6 +113,7 @@ class Training:
                 with torch.set_grad_enabled(evicts), differentiable(self.attachment):
                     new, loss = self._read(chunk, held)
                     if evicts:
+                        adam.param_groups[1]["lr"] = 0.0 if step < options.steps // 2 else options.rate
                         adam.zero_grad()
                         loss.backward()
                         nn.utils.clip_grad_norm_(made.parameters(), 1.0)
@@ -199,7 +201,8 @@ def main() -> None:
     parser.add_argument("--units", type=int, nargs="+", default=[256], help="kept per KV head")
     parser.add_argument("--chunk", type=int, default=256)
     parser.add_argument("--steps", type=int, default=300, help="of training, each of a chunk")
-    parser.add_argument("--rate", type=float, default=1e-3, help="Adam's, of the convolutions; n has ten times that")
+    parser.add_argument("--rate", type=float, default=1e-3, help="Adam's")
+    parser.add_argument("--mixed", type=float, default=0.3, help="what n is at first")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--keep", metavar="NAME", help="write the result to benchmarks/results/NAME.json")
     options = parser.parse_args()
