@@ -417,16 +417,22 @@ def check_store_bits(value: object) -> tuple[int, int]:
 def check_shared(by_head: bool, tier: HostTier | None) -> None:
     """Raises ConfigError where heads share a budget and exact units wait on the device for the next token."""
     if by_head and tier is not None and tier.hot:
-        raise ConfigError(f"exact: chosen_by is {tier.chosen_by!r}, so that as many units of each KV head wait on the "
-                          "device for the next token, and with by_head heads have different numbers; expected "
+        raise ConfigError(f"exact: chosen_by is {tier.chosen_by!r}, which keeps the same number of fetched units of "
+                          "each KV head on the device, and with by_head heads keep different numbers; expected "
                           "chosen_by='query'")
+
+
+def check_alone(budget: Any, sinks: int | None, stabilizers: int | None, by_head: bool) -> None:
+    """Raises ConfigError where what a `Budget` says is given beside one."""
+    if isinstance(budget, Budget) and (sinks is not None or stabilizers is not None or by_head):
+        raise ConfigError("sinks, stabilizers or by_head were given beside a Budget; expected them inside it")
 
 
 def check_tier(tier: HostTier | None, store_bits: tuple[int, int]) -> None:
     """Raises ConfigError: exact units in the host's memory beside exact units on the device."""
     if tier is not None and store_bits == (16, 16):
-        raise ConfigError("exact is 'host' and store_bits is 16: units are exact on the device already; expected "
-                          "store_bits of 4, 2 or 1 beside it")
+        raise ConfigError("exact keeps exact units in the host's memory beside codes on the device, and store_bits is "
+                          "16, so that there are no codes; expected store_bits of 8, 4, 2 or 1 with it")
 
 
 def check_codes(shape: ModelShape, store_bits: tuple[int, int]) -> None:
@@ -507,8 +513,7 @@ def budget_from(value: int | str | Budget, shape: ModelShape, chunk_size: int, *
         ConfigError: none of these, or a size too small for a single unit per head, or too large for any model.
     """
     if isinstance(value, Budget):
-        if sinks is not None or stabilizers is not None or by_head:
-            raise ConfigError("sinks, stabilizers or by_head were given beside a Budget; expected them inside it")
+        check_alone(value, sinks, stabilizers, by_head)
         return value
 
     def budget_of(units: int) -> Budget:

@@ -21,17 +21,17 @@ class HostTier(msgspec.Struct, frozen=True, kw_only=True):
     Args:
         units: exact units of each layer and KV head that are fetched for a token, k. 0 fetches none.
         residual: of the last committed units, how many stay exactly on the device.
-        chosen_by: what attends to the fetched units most, by their codes: the "query" of the token itself, in the same
-            layer, which finds them best, and waits for them (the paper's fetching without speculation, Table 4); a
-            "guess" at the token, made and decoded one step before, so that they could be fetched meanwhile (the paper's
-            own way); or the "last" token, which costs no second one. Models with a recurrent state have no guess.
+        chosen_by: which token decides what is fetched, by what it attends to most. "query": the token itself, in the
+            same layer; it chooses best, and waits for the copy (the paper's fetching without speculation, Table 4).
+            "guess": a guess at it, decoded one step before, so that the copy could hide behind that step (the paper's
+            own way); not for models with a recurrent state. "last": the token before it.
         prefill: what chunks and prompts attend to: "exact" units from the host, as in the paper, so that what is
             committed is what a memory of exact units commits; or "codes", which fetches nothing.
-        saves: what snapshots have, and so what comes back from a swap, too: "exact" units, of which codes are made
-            again; or "codes" with the first and the residual units exactly, in a fraction of the bytes. Then what the
-            host has of the others is what their codes say, so that fetching them gains nothing
-            (`Memory.rounded` says of which tokens). It takes `prefill="codes"`, as else what is committed next would
-            depend on whether a context was restored; and the residual units always stay, for the same reason.
+        saves: what snapshots have. "exact": exact units, of which codes are made again. "codes": codes, and exactly
+            only the sinks and the residual units, in a fraction of the bytes; after a restore or a swap the host has
+            of the others what their codes say, and fetching these gains nothing (`Memory.rounded` says of which
+            tokens). It needs `prefill="codes"`, and the residual units always stay: so a context that was restored
+            commits what one that stayed open does.
 
     Raises:
         ConfigError: a value out of range, or `saves="codes"` with another `prefill`.
@@ -77,7 +77,10 @@ def host_tier(value: Any) -> HostTier | None:
         return None if value == "none" else value
     if value == "host":
         return HostTier()
-    if isinstance(value, dict) and set(value) <= set(HostTier.__struct_fields__):
+    if isinstance(value, dict):
+        if unknown := sorted(map(str, set(value) - set(HostTier.__struct_fields__))):
+            raise ConfigError(f"exact has no setting {', '.join(map(repr, unknown))}; expected of "
+                              f"{', '.join(HostTier.__struct_fields__)}")
         return HostTier(**value)
     raise ConfigError(f"exact is {value!r}; expected None, 'host' (exact units in the host's memory, beside codes on "
                       "the device), or HostTier(units=...)")

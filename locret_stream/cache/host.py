@@ -15,8 +15,8 @@ class HostRows:
     """Exact units of all slots of one layer in the host's memory, at places which do not follow their ranks: moving
     rows at each commit would copy all of them.
 
-    units: [S, H, b, D_K + D_V] of the model's dtype, K before RoPE and then V, so that one copy fetches both; pinned
-        where the device is CUDA. V of no numbers where K is V, too.
+    units: [S, H, b, D_K + D_V] of the model's dtype, K before RoPE and then V, so that one copy fetches both. V of no
+        numbers where K is V, too. Not pinned: what is fetched is gathered first, so that no copy is of this tensor.
         Where heads share a budget, any row may be of any head.
     keys, values: the two parts of it, [S, H, b, D]. rows: of each slot the whole of it, head by head, [H * b, ...].
     places: [S, H * b] int64 on the host: of each row of codes, head by head, which of `rows` has the same unit exactly;
@@ -37,7 +37,7 @@ class HostRows:
         """Room for `units` units of that shape in each slot, beside a layer on that device."""
         host = device if device.type == "meta" else torch.device("cpu")
         heads, dims = unit.kv_heads, unit.dims
-        both = torch.zeros(slots, heads, units, sum(dims), dtype=dtype, device=host, pin_memory=device.type == "cuda")
+        both = torch.zeros(slots, heads, units, sum(dims), dtype=dtype, device=host)
         keys, values = both.split(dims, dim=-1)
         return cls(both, keys, values, [slot.flatten(0, 1) for slot in both],
                    torch.arange(heads * units, device=host).repeat(slots, 1))

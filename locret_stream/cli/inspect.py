@@ -14,6 +14,7 @@ from collections.abc import Callable
 from statistics import fmean
 from typing import TYPE_CHECKING, Annotated, Any
 
+import msgspec
 import typer
 from rich.markup import escape
 from rich.table import Table
@@ -60,8 +61,8 @@ FORMULA_IN_BITS = (
     "rows: of K and of V, D · bits / 8, and for each group of at most 32 channels 4 (at 8 bits: of at most 64, 8; at 1 "
     "bit: of at most 64, 4); no sinks in layers with a sliding window")
 OF_TIER = (  # in FORMULA_IN_BITS, where exact units are in the host's memory
-    "        + slots · Σ H · (residual · (D_K + D_V) · item + min(k, b_l) · ((D_K + D_V) · item + 8))\n"
-    "        (the newest units, and those that are fetched, exactly)\n")
+    "        + slots · Σ H · min(residual, b_l) · (D_K + D_V) · item  (the newest units exactly)\n")
+OF_HOST = "bytes in the host's memory = slots · Σ H · b_l · ((D_K + D_V) · item + 8)\n"
 
 
 @app.command(help=HELP)
@@ -148,6 +149,8 @@ def _of_memory(layout: Layout, pool: Pool, dtype: object) -> dict[str, Any]:
         "policy": layout.policy.name, "chunk_size": layout.chunk_size,
         "budgets": list(layout.budgets), "sliding": list(shape.sliding),
         "blocks": [unit.blocks for unit in shape.units], "rope": list(pool.rope),
+        "by_head": layout.config.budget.by_head, "most": list(layout.most),
+        "exact": None if layout.config.exact is None else msgspec.to_builtins(layout.config.exact),
         "store_bits": list(layout.config.store_bits), "firsts": list(pool.firsts), "planes": pool.planes,
         "host_bytes": pool.host_bytes, "formula_host_bytes": pool.formula_host_bytes(),
         "slots": pool.slots, "slot_bytes": pool.slot_bytes, "state_bytes": shape.state_bytes,
@@ -178,7 +181,8 @@ def show(facts: dict[str, Any]) -> None:
     each = [f"{count} {'keep' if count > 1 else 'keeps'} {what}" for what, count in Counter(facts["keeps"]).items()]
     out.print(f"served ({facts['kind']}); of its layers {'; '.join(each)}", soft_wrap=True)
     out.print(f"policy {facts['policy']}: budget {fmean(facts['budgets']):,.0f} + chunk {chunk} units per KV head, "
-              "mean over the layers", soft_wrap=True)
+              "mean over the layers" + (f", which the heads of a layer share: at most {max(facts['most']):,} of one"
+                                        if facts["by_head"] else ""), soft_wrap=True)
     table = Table(pad_edge=False)
     for heading in ("layer", "budget b_l", "kind", "b_l + chunk", "bytes of one context"):
         table.add_column(heading, justify="left" if heading == "kind" else "right")
@@ -193,8 +197,8 @@ def show(facts: dict[str, Any]) -> None:
               f"      = {facts['formula_bytes']:,} bytes for {facts['slots']} slots; the tensors hold "
               f"{facts['bytes_resident']:,}; one context is {in_bytes(facts['slot_bytes'])}", soft_wrap=True)
     if facts["host_bytes"]:
-        out.print(f"exact units beside them in the host's memory: {in_bytes(facts['host_bytes'])} for "
-                  f"{facts['slots']} slots", soft_wrap=True)
+        out.print(f"{OF_HOST}      = {facts['formula_host_bytes']:,}: the same units exactly; a token fetches "
+                  f"{facts['exact']['units']:,} of each layer and KV head", soft_wrap=True)
     if facts["state_bytes"]:
         out.print(f"of these {in_bytes(2 * facts['state_bytes'])} are the recurrent state of its layers, committed and "
                   "provisional", soft_wrap=True)

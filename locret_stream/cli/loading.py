@@ -108,7 +108,8 @@ def runtime_options(options: RuntimeOptions, **more: Any) -> dict[str, Any]:
         bits = [int(part) if part.strip().isdecimal() and len(part) < 9 else part[:9]
                 for part in options.store_bits.split(",", 2)]
         given["store_bits"] = bits[0] if len(bits) == 1 else tuple(bits)
-    given["exact"] = exact_of(options.exact, given.pop("exact_units"))
+    tier = exact_of(options.exact, given.pop("exact_units"))
+    given["exact"] = more.get("exact", tier)
     given = {name: value for name, value in given.items() if value is not None}
     if options.acknowledge == "":
         given["acknowledge"] = None

@@ -90,6 +90,9 @@ class RuntimeOptions(msgspec.Struct, frozen=True):
 
 def exact_of(exact: str | None, units: int | None) -> HostTier | None:
     """What --exact and --exact-units say together. Raises ConfigError."""
+    if exact not in (None, "none", "host"):
+        raise ConfigError(f"found --exact {exact}; expected host (and --exact-units N for how many units a token "
+                          "fetches), or none")
     tier = host_tier(exact)
     if units is None:
         return tier

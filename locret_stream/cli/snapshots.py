@@ -109,7 +109,8 @@ def verify(command: typer.Context,
            store: StoreUrl = DEFAULT_STORE, key: Key = None,
            replay: Annotated[bool, typer.Option("--replay", help=(
                "Also read each log again and compare the memory bit for bit: takes as long as reading did; needs the "
-               "model and heads. Policy, budget, chunk size and bits are each session's, unless given."))] = False,
+               "model and heads. Policy, budget, chunk size and bits are each session's, unless given; so is whether "
+               "heads share their layer's budget."))] = False,
            *, options: RuntimeOptions, as_json: Json = False) -> None:
     opened = open_store(store, key)
     verified = opened.verify(name)
@@ -146,12 +147,20 @@ def _replays(command: typer.Context, options: RuntimeOptions, store: Store, name
     from locret_stream.runtime.as_saved import settings_of
 
     given = {word.removeprefix("--").replace("-", "_")
-             for word in on_command_line(command, ("policy", "budget", "chunk_size", "store_bits", "exact"))}
+             for word in on_command_line(command, (
+                 "policy", "budget", "chunk_size", "store_bits", "exact", "exact_units"))}
     if "policy" in given:
         given.add("knobs")
+    if "exact_units" in given:
+        given.add("exact")
     alike = list[tuple[dict[str, Any], list[str]]]()
     for name in names:
-        settings = {key: value for key, value in settings_of(store.identity(name)).items() if key not in given}
+        settings = settings_of(store.identity(name))
+        if (budget := settings.get("budget")) is not None:  # it says whether heads share it, also where units are given
+            by_head = budget.by_head or options.by_head
+            settings["budget"] = msgspec.structs.replace(budget, by_head=by_head)
+            settings["by_head"] = "budget" in given and by_head
+        settings = {key: value for key, value in settings.items() if key not in given}
         for known, those in alike:
             if known == settings:
                 those.append(name)

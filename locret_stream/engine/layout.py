@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -59,7 +59,7 @@ class Layout:
         tables = attachment.tables(max(most) + config.chunk_size)
         policy.expect_declared()
         if config.budget.by_head:
-            _expect_headwise(config, policy, shape, [layer for layer in tables.factors if headwise[layer]])
+            _expect_headwise(policy, shape, headwise, tables.factors)
         check_codes(shape, config.store_bits)
         if config.exact is not None and shape.biased:
             raise ConfigError("exact: layers of this model add to logits what depends on ranks, which are read for one "
@@ -147,16 +147,19 @@ class Layout:
         return first, max(last, tier.residual) if units is None and tier is not None and tier.saves == "codes" else last
 
 
-def _expect_headwise(config: StreamConfig, policy: Policy, shape: ModelShape, factors: Sequence[int]) -> None:
-    """Raises ConfigError unless the heads of a layer can share its budget; `factors`: layers whose queries are
-    multiplied by numbers of their rank."""
+def _expect_headwise(policy: Policy, shape: ModelShape, headwise: Sequence[bool], factors: Container[int]) -> None:
+    """Raises ConfigError unless the heads of some layers, `headwise`, can share its budget; `factors`: layers whose
+    queries are multiplied by numbers of their rank."""
     if not policy.bounded:
         raise ConfigError(f"budget: policy {policy.name!r} never evicts, so that no head leaves a unit to another; "
                           "expected by_head=False")
     if not can_share(policy):
         names = ", ".join(repr(name) for name, kind in POLICIES.items() if can_share(kind))
-        raise ConfigError("budget: by_head compares the scores of a layer's heads, each from what that head has, and "
-                          f"policy {policy.name!r} scores all heads together; expected of {names}")
-    if shape.biased or shape.chooses or factors:
+        raise ConfigError("budget: by_head needs scores that each KV head gets from its own units alone, and policy "
+                          f"{policy.name!r} declares none; expected of {names}")
+    if shape.biased or shape.chooses or any(shared and layer in factors for layer, shared in enumerate(headwise)):
         raise ConfigError("budget: by_head gives a unit another rank in each head, and layers of this model use ranks "
                           "beside RoPE; expected by_head=False")
+    if not any(headwise):
+        raise ConfigError("budget: by_head lets the KV heads of a layer share its units, and each layer of this model "
+                          "has one KV head or a sliding window; expected by_head=False")

@@ -17,7 +17,17 @@ from typing import Any, Literal
 import msgspec
 import torch
 
-from locret_stream.config import Budget, ModelShape, Recall, StreamConfig, check_recall, check_store_bits, check_tier
+from locret_stream.config import (
+    Budget,
+    ModelShape,
+    Recall,
+    StreamConfig,
+    check_alone,
+    check_recall,
+    check_shared,
+    check_store_bits,
+    check_tier,
+)
 from locret_stream.constraints import Constraints
 from locret_stream.context import Replay, StreamingContext, replay
 from locret_stream.context.cancelling import to_the_end
@@ -161,7 +171,9 @@ class Runtime:
         self._wanted = Wanted(policy=policy, knobs=dict(knobs or {}), budget=budget, chunk_size=chunk_size, sinks=sinks,
                               stabilizers=stabilizers, by_head=by_head, store_bits=check_store_bits(store_bits),
                               exact=host_tier(exact))
+        check_alone(budget, sinks, stabilizers, by_head)
         check_tier(self._wanted.exact, self._wanted.store_bits)
+        check_shared(by_head or (isinstance(budget, Budget) and budget.by_head), self._wanted.exact)
         self.max_live, self.scratch = max_live, scratch
         if acknowledge is not None and (not isinstance(acknowledge, str) or not acknowledge.strip()):
             raise ConfigError(f"acknowledge is {acknowledge!r}; expected a short reply such as 'OK.', or None")

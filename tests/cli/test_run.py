@@ -204,6 +204,11 @@ def test_units_in_few_bits(small: list[str]):
     assert sum(found["layer_bytes"]) == found["slot_bytes"]
     code, out, _ = invoke("inspect", "--store-bits", 4, *small)
     assert code == 0 and "D · bits / 8, and for each group of at most 32 channels" in out
+    code, out, _ = invoke("inspect", "--policy", "h2o", "--by-head", "--store-bits", 2, "--exact", "host", *small)
+    assert code == 0 and "which the heads of a layer share: at most 192 of one" in out, out
+    assert "min(residual, b_l)" in out and "a token fetches 256 of each layer and KV head" in out, out
+    code, out, _ = invoke("inspect", "--json", "--policy", "h2o", "--by-head", *small)
+    assert json.loads(out)["by_head"] and json.loads(out)["exact"] is None
     code, out, _ = invoke("inspect", "--json", "--store-bits", "8,4", *small)
     assert code == 0 and json.loads(out)["store_bits"] == [8, 4]
     code, out, err = invoke("run", "--store-bits", 4, *small, "--ask", "What?", "--max-new-tokens", 3, "--json",

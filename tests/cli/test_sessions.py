@@ -52,7 +52,8 @@ def test_sessions_of_several_settings_are_replayed_each_with_its_own(small: list
     """Policies, budgets, chunk sizes and bits; an option that is given counts instead."""
     store, model = ["--store", str(tmp_path)], small[:2]
     others = {"a": [], "b": [], "c": ["--policy", "h2o"], "d": ["--store-bits", "8,4", "--budget", "112"],
-              "e": ["--policy", "streaming_llm", "--chunk-size", "32"]}
+              "e": ["--policy", "streaming_llm", "--chunk-size", "32"], "f": ["--store-bits", "2", "--exact", "host"],
+              "g": ["--policy", "h2o", "--by-head"]}
     for name, more in others.items():
         code, _, err = invoke("run", "--session", name, *store, *small, *more, "--ask", "What?", "--max-new-tokens", 3,
                               text="The pass key of falcon is 48213.\n" * 20)
@@ -61,13 +62,19 @@ def test_sessions_of_several_settings_are_replayed_each_with_its_own(small: list
     assert code == 0 and json.loads(out)["replays"] == dict.fromkeys(others, "")
     code, out, _ = invoke("snapshots", "verify", *store, *model, "--replay", "--policy", "h2o", "--json")
     replays = json.loads(out)["replays"]
-    assert code == 1 and not replays["c"] and all("other policy" in replays[name] for name in "abde")
+    assert code == 1 and not replays["c"] and not replays["g"]
+    assert all("other policy" in replays[name] for name in "abdef")
+    code, out, _ = invoke("snapshots", "verify", "g", *store, *model, "--replay", "--by-head", "--budget", "96")
+    assert code == 0, out
+    code, out, _ = invoke("snapshots", "verify", "c", *store, *model, "--replay", "--by-head")
+    assert code == 1 and "other budgets" in out
     settings_of = as_saved.settings_of
     monkeypatch.setattr(as_saved, "settings_of", lambda identity: settings_of(identity) | (
         {"policy": "of_my_own"} if identity.policy == "h2o" else {}))
     code, out, _ = invoke("snapshots", "verify", *store, *model, "--replay", "--json")
     replays = json.loads(out)["replays"]
-    assert code == 1 and "cannot be replayed: unknown policy 'of_my_own'" in replays.pop("c"), replays
+    for name in "cg":
+        assert code == 1 and "cannot be replayed: unknown policy 'of_my_own'" in replays.pop(name), replays
     assert set(replays.values()) == {""}, "what a policy of the user's own read leaves the others to be replayed"
 
 

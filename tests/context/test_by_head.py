@@ -130,12 +130,20 @@ def test_a_runtime_beside_of_an_unknown_policy_says_so():
     asyncio.run(main())
 
 
+def loads() -> Any:
+    raise AssertionError("what cannot work is refused before anything is loaded")
+
+
 def test_the_faces_set_it():
     assert runtime_options(RuntimeOptions(by_head=True))["by_head"]
     assert LocretChatModel(by_head=True).shared.settings.options
     with pytest.raises(ConfigError, match="beside a Budget"):
-        Runtime(support.model(), support.tokenizer(), budget=SHARED, by_head=True, policy="locret",
-                heads=leaning()).start()
+        Runtime(loads, loads, budget=SHARED, by_head=True)
+    guessing: dict[str, Any] = {"store_bits": 2, "exact": HostTier(chosen_by="guess")}
+    for refused in (lambda: Runtime(loads, loads, by_head=True, **guessing), lambda: Runtime(
+            loads, loads, budget=SHARED, **guessing), lambda: LocretChatModel(by_head=True, **guessing)):
+        with pytest.raises(ValueError, match=r"chosen_by is 'guess'.*expected chosen_by='query'"):
+            refused()
     for of in (lambda: Budget(units=8, by_head="yes"), lambda: LocretChatModel(by_head="host")):
         with pytest.raises(ValueError, match="by_head"):
             of()

@@ -182,8 +182,11 @@ def test_faces_that_set_it():
         None, None) is None
     with pytest.raises(ValueError, match="store_bits is 16"):
         LocretChatModel(exact="host")
-    with pytest.raises(ValueError, match="exact is 'disk'"):
-        LocretChatModel(store_bits=2, exact="disk")
+    with pytest.raises(ConfigError, match=r"found --exact disk; expected host .*--exact-units"):
+        RuntimeOptions(store_bits="2", exact="disk")
+    for wrong, said in ("disk", "exact is 'disk'"), ({"unit": 3}, "exact has no setting 'unit'; expected of units, "):
+        with pytest.raises(ValueError, match=said):
+            LocretChatModel(store_bits=2, exact=wrong)
     given = ("host", HostTier(), None, HostTier(units=8))
     one, same, none, other = (LocretChatModel(store_bits=2, exact=tier) for tier in given)
     assert dict(one.shared.settings.options)["exact"] == HostTier() and one.shared is same.shared

@@ -23,6 +23,7 @@ from locret_stream.host_tier import HostTier
 from locret_stream.kernels import quantise_units, reference
 from locret_stream.models import attach
 from locret_stream.policies import Chunk, Policy
+from tests.architectures import CONFIGS, make
 from tests.engine.naive import NaiveByHead
 from tests.engine.test_host_tier import reply
 from tests.engine.test_kinds import POLICIES, close
@@ -533,11 +534,18 @@ def test_tensors_of_no_context_are_refused(harm: str):
 
 @pytest.mark.parametrize(("more", "said"), [
     ({"store_bits": 4, "exact": HostTier(chosen_by="last")}, "chosen_by='query'"),
-    ({"policy": "tova"}, "scores all heads together"), ({"policy": "full", "units": 200}, "never evicts"),
+    ({"policy": "tova"}, "policy 'tova' declares none"), ({"policy": "full", "units": 200}, "never evicts"),
     ({"policy": "nacl"}, "expected of .*'snapkv'")])
 def test_what_cannot_share_is_refused_by_name(more: dict[str, Any], said: str):
     with pytest.raises(ConfigError, match=said):
         build(**{"policy": "locret", "by_head": True} | more)
+
+
+def test_a_model_none_of_whose_layers_can_share_is_refused():
+    config = CONFIGS["llama"]()
+    config.num_key_value_heads = 1
+    with pytest.raises(ConfigError, match="each layer of this model has one KV head or a sliding window"):
+        build("h2o", on=make("", config=config), by_head=True)
 
 
 @pytest.mark.parametrize("on", ["llama4", "inkling", "deepseek-v3.2"])

@@ -42,7 +42,7 @@ from langchain_locret.runtimes import BOUNDARIES, Settings, SharedRuntime, is_re
 from langchain_locret.thread_methods import ThreadMethods
 from langchain_locret.warned import LateWarning, RebuildWarning, ToolsWarning
 from locret_stream import ConfigError, __version__
-from locret_stream.config import check_store_bits, check_tier
+from locret_stream.config import check_shared, check_store_bits, check_tier
 from locret_stream.conversation.messages import Message
 from locret_stream.conversation.request import TOOLS_LEFT_OUT, Delivery, OnChange, OnMismatch, Save
 from locret_stream.conversation.tool_prompt import ToolPrompt
@@ -94,7 +94,9 @@ class LocretChatModel(ThreadMethods, BaseChatModel):
             again for the answer, whether it was evicted or not; a `Recall` says how much. The receipt's `recalled` has
             it. A call may do without: `bind(recall=False)`.
         store_bits: of a channel of the K and V that are kept, of `locret_stream.Runtime`: 16, 8, 4, or two numbers;
-            with `exact="host"` or a `HostTier` also 2 and 1.
+            with `exact` also 2 and 1.
+        exact: "host" keeps exact units in the host's memory, too, beside codes of `store_bits` 8, 4, 2 or 1, and
+            fetches those that a token attends to most; a `HostTier` says how many.
         by_head: whether the KV heads of a layer share its units, of `locret_stream.Runtime`.
         runtime: one of your own in place of all these; it needs a store to keep threads.
         max_tokens, temperature, top_p, top_k, min_p, repetition_penalty, seed, stop: of a reply. Without a temperature
@@ -185,6 +187,7 @@ class LocretChatModel(ThreadMethods, BaseChatModel):
         bits = None if self.store_bits is None else check_store_bits(self.store_bits)
         tier = host_tier(self.exact)
         check_tier(tier, bits or (16, 16))
+        check_shared(self.by_head, tier)
         sampling_of(self, {})
         options = {name: getattr(self, name) for name in
                    ("heads", "policy", "budget", "chunk_size", "max_live", "device", "dtype")}
