@@ -235,7 +235,7 @@ def test_every_figure_names_the_file_that_has_it():
     """Command, commit, hardware and date of a row are those that stand there."""
     rows = re.findall(r"^\| .* \| ([AXH]) \| `(python [^`]+)` \| \[(\w+)\]\(\.\./benchmarks/results/\3\.json\), (\S+), "
                       r"(\S+) \|$", (DOCS / "benchmarks.md").read_text(), re.MULTILINE)
-    assert len(rows) == 112
+    assert len(rows) == 116
     for hardware, command, name, commit, date in rows:
         kept = json.loads(next(ROOT.glob(f"*/results/{name}.json")).read_bytes())
         assert (commit, date) == (kept["commit"], kept["date"]), name
