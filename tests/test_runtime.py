@@ -81,6 +81,7 @@ def folder(tmp_path_factory) -> str:
 @pytest.mark.parametrize(("options", "error", "says"), [
     ({"policy": "streaming_lm"}, UnknownPolicy, "Did you mean 'streaming_llm'"),
     ({"policy": "nothing like it"}, UnknownPolicy, "expected one of: full, h2o"),
+    ({"budget": Budget(units=20, sinks=1, stabilizers=1), "sinks": 2}, ConfigError, "beside a Budget"),
     ({"chunk_size": 0}, ConfigError, "chunk_size is 0; expected a whole number of tokens, at least 1"),
     ({"chunk_size": -8}, ConfigError, "chunk_size is -8"),
     ({"chunk_size": 8.0}, ConfigError, "chunk_size is 8.0"),
@@ -108,7 +109,6 @@ def test_values_that_cannot_work_are_refused_before_anything_is_loaded(options: 
     ({"budget": Budget(units=10, sinks=0, stabilizers=10)}, ConfigError, "of 10 units the smallest layer gets 10"),
     ({"budget": Budget(units=2, sinks=0, stabilizers=0, allocation=(1.0, 9.0))}, ConfigError, "at least 5 units"),
     ({"budget": 20, "sinks": -1}, ConfigError, "sinks is -1"),
-    ({"budget": Budget(units=20, sinks=1, stabilizers=1), "sinks": 2}, ConfigError, "beside a Budget"),
     ({"budget": 0}, ConfigError, "units is 0"),
     ({"budget": "lots"}, ConfigError, "budget is 'lots'"),
     ({"budget": "1B"}, ConfigError, "expected a larger size"),
