@@ -4,12 +4,13 @@ A commit keeps the best b units per KV head (`merging.py`). Here the worst eight
 dropped (Cai et al., ICML 2024): one convolution over their keys and values, 21 units wide, says for each that takes in
 how much of every other, and their keys and values become (1 - n) times their own and n times those sums. Convolutions
 and n are trained as there, by the loss of the chunk that follows: on other streams, whose facts are told twice, so that
-what was dropped is of use. The model stays as it is. With n = 0 this is plain eviction; in the first half of training n
+what was dropped is of use. The model stays as it is, layer norms too,
+and gradients reach one commit back. With n = 0 this is plain eviction; in the first half of training n
 stays at `--mixed`, as it would fall to 0 before the convolutions have learnt anything.
 
 SmolLM2 with its heads in fp32; each way is paired, question by question, with plain units in as many bytes.
 
-    python benchmarks/lococo.py --units 256 --steps 300 --keep lococo
+    python benchmarks/lococo.py --units 256 --steps 240 --keep lococo
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from typing import Any
 
 import torch
 from host_tier import facts
-from merging import WAYS, Way, made, measured, row
+from merging import WAYS, Way, made, measured, row, taken
 from record import record
 from torch import Tensor, nn
 
@@ -62,7 +63,7 @@ class Convolutions(nn.Module):
         taken_in = torch.ones_like(scores, dtype=torch.bool).scatter_(1, keep, False)
         taken_in.scatter_(1, keep.gather(1, at), True)
         others = taken_in.nonzero()[:, 1].view(heads, -1)
-        k, v = _taken(keys, others), _taken(values, others)
+        k, v = taken(keys, others), taken(values, others)
         given = nn.functional.layer_norm(torch.cat([k, v], -1), (k.shape[-1] + v.shape[-1],))
         weights = self.convolutions[layer](given.mT).softmax(-1)
         n = self.mixed[layer]
@@ -72,11 +73,7 @@ class Convolutions(nn.Module):
             own = all_kept.gather(1, index)
             return all_kept.scatter(1, index, (1 - n) * own + n * (weights @ of_others))
 
-        return mixed(_taken(keys, keep), k), mixed(_taken(values, keep), v)
-
-
-def _taken(x: Tensor, at: Tensor) -> Tensor:
-    return x.gather(1, at[..., None].expand(-1, -1, x.shape[-1]))
+        return mixed(taken(keys, keep), k), mixed(taken(values, keep), v)
 
 
 def texts(options: argparse.Namespace, tokenizer: Any) -> Iterator[list[int]]:

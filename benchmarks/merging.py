@@ -161,7 +161,7 @@ class TracingStore(UnitStore):
             of_kept = scores.gather(1, keep).masked_fill(~may, float("inf"))
             least = of_kept.topk(max(1, int(way.lowest * keep.shape[1])), largest=False).indices
             may = torch.zeros_like(may).scatter_(1, least, True)
-        new_keys, new_values, new_bias = (_taken(x, keep) for x in (keys, values, bias))
+        new_keys, new_values, new_bias = (taken(x, keep) for x in (keys, values, bias))
         if way.merge is not None:
             new_keys, new_values, new_bias = self._merged(layer, keys, values, keep, may, reference)
         if way.convolution is not None:
@@ -196,8 +196,8 @@ class TracingStore(UnitStore):
         total, units = keys.shape[1], keep.shape[1]
         gone = torch.ones(keys.shape[:2], dtype=torch.bool).scatter_(1, keep, False)
         drop = gone.nonzero()[:, 1].view(len(keys), total - units)
-        k, v, bias = _taken(keys, keep), _taken(values, keep), _taken(reference.bias, keep)
-        k_gone, v_gone = _taken(keys, drop), _taken(values, drop)
+        k, v, bias = taken(keys, keep), taken(values, keep), taken(reference.bias, keep)
+        k_gone, v_gone = taken(keys, drop), taken(values, drop)
         unit = torch.nn.functional.normalize
         similar = unit(k_gone, dim=-1) @ unit(k, dim=-1).mT
         best, into = similar.masked_fill(~may[:, None], -2.0).max(-1)
@@ -265,7 +265,7 @@ class _Reference:
         if older is not None:
             queries = torch.cat([queries, older], dim=1)
         (heads, total, dim), units, tables = keys.shape, keep.shape[1], store.tables
-        self.bias, self.values, self.keep = bias, _taken(values, keep), keep
+        self.bias, self.values, self.keep = bias, taken(values, keep), keep
         count = queries.shape[1]
 
         def logits(first: int, turned: Tensor) -> Tensor:
@@ -280,8 +280,8 @@ class _Reference:
             self.kept = self.whole.gather(2, keep[:, None].expand(-1, self.whole.shape[1], -1))
         else:
             self.whole = logits(total, tables.rotate(layer, keys[None], 0)[0]) + bias[:, None]
-            self.kept = logits(units, tables.rotate(layer, _taken(keys, keep)[None], 0)[0])
-            self.kept += _taken(bias, keep)[:, None]
+            self.kept = logits(units, tables.rotate(layer, taken(keys, keep)[None], 0)[0])
+            self.kept += taken(bias, keep)[:, None]
         self.lse = self.whole.logsumexp(-1, keepdim=True)
         self.target = (self.whole - self.lse).exp() @ values
         even = (torch.arange(count) % 2 == 0).repeat(self.whole.shape[1] // count)
@@ -294,7 +294,7 @@ class _Reference:
 
     def matched(self, way: Way, may: Tensor) -> tuple[Tensor, Tensor]:
         """Values and biases of the kept units that match attention to all. Solved in fp64."""
-        kept, bias, values = self.kept[:, self.shown], _taken(self.bias, self.keep), self.values
+        kept, bias, values = self.kept[:, self.shown], taken(self.bias, self.keep), self.values
         if way.bias:
             shares = (kept - self.lse[:, self.shown]).exp().double()
             factors = torch.stack([nonnegative(each, of_head, way.ridge)
@@ -310,7 +310,7 @@ class _Reference:
 
     def errors(self, values: Tensor, bias: Tensor) -> Errors:
         rows, plain = self.held_out, self.kept[:, self.held_out]
-        traced = plain + (bias - _taken(self.bias, self.keep))[:, None]
+        traced = plain + (bias - taken(self.bias, self.keep))[:, None]
         target = self.target[:, rows]
 
         def error(logits: Tensor, of: Tensor) -> float:
@@ -355,7 +355,7 @@ def nonnegative(shares: Tensor, may: Tensor, ridge: float, rounds: int = 8) -> T
     return 1 + change
 
 
-def _taken(x: Tensor, at: Tensor) -> Tensor:
+def taken(x: Tensor, at: Tensor) -> Tensor:
     """x [H, N, ...] at the ranks [H, B]."""
     return x.gather(1, at if x.dim() == 2 else at[..., None].expand(-1, -1, x.shape[-1]))
 

@@ -150,6 +150,17 @@ class Layout:
 def _expect_headwise(policy: Policy, shape: ModelShape, headwise: Sequence[bool], factors: Container[int]) -> None:
     """Raises ConfigError unless the heads of some layers, `headwise`, can share its budget; `factors`: layers whose
     queries are multiplied by numbers of their rank."""
+    check_sharing(policy)
+    if shape.biased or shape.chooses or any(shared and layer in factors for layer, shared in enumerate(headwise)):
+        raise ConfigError("budget: by_head gives a unit another rank in each head, and layers of this model use ranks "
+                          "beside RoPE; expected by_head=False")
+    if not any(headwise):
+        raise ConfigError("budget: by_head lets the KV heads of a layer share its units, and each layer of this model "
+                          "has one KV head or a sliding window; expected by_head=False")
+
+
+def check_sharing(policy: Policy | type[Policy]) -> None:
+    """Raises ConfigError unless the heads of a layer can share its units with this policy."""
     if not policy.bounded:
         raise ConfigError(f"budget: policy {policy.name!r} never evicts, so that no head leaves a unit to another; "
                           "expected by_head=False")
@@ -157,9 +168,3 @@ def _expect_headwise(policy: Policy, shape: ModelShape, headwise: Sequence[bool]
         names = ", ".join(repr(name) for name, kind in POLICIES.items() if can_share(kind))
         raise ConfigError("budget: by_head needs scores that each KV head gets from its own units alone, and policy "
                           f"{policy.name!r} declares none; expected of {names}")
-    if shape.biased or shape.chooses or any(shared and layer in factors for layer, shared in enumerate(headwise)):
-        raise ConfigError("budget: by_head gives a unit another rank in each head, and layers of this model use ranks "
-                          "beside RoPE; expected by_head=False")
-    if not any(headwise):
-        raise ConfigError("budget: by_head lets the KV heads of a layer share its units, and each layer of this model "
-                          "has one KV head or a sliding window; expected by_head=False")

@@ -33,7 +33,7 @@ from locret_stream.context import Replay, StreamingContext, replay
 from locret_stream.context.cancelling import to_the_end
 from locret_stream.context.restoring import Opening
 from locret_stream.engine import Engine, try_out
-from locret_stream.engine.layout import Layout
+from locret_stream.engine.layout import Layout, check_sharing
 from locret_stream.errors import ConfigError, ContextBusy, ContextClosed
 from locret_stream.heads import RetainingHeads
 from locret_stream.host_tier import HostTier, host_tier
@@ -173,7 +173,10 @@ class Runtime:
                               exact=host_tier(exact))
         check_alone(budget, sinks, stabilizers, by_head)
         check_tier(self._wanted.exact, self._wanted.store_bits)
-        check_shared(by_head or (isinstance(budget, Budget) and budget.by_head), self._wanted.exact)
+        shares = by_head or (isinstance(budget, Budget) and budget.by_head)
+        check_shared(shares, self._wanted.exact)
+        if shares and policy is not None:
+            check_sharing(policy if isinstance(policy, Policy) else POLICIES[policy])
         self.max_live, self.scratch = max_live, scratch
         if acknowledge is not None and (not isinstance(acknowledge, str) or not acknowledge.strip()):
             raise ConfigError(f"acknowledge is {acknowledge!r}; expected a short reply such as 'OK.', or None")

@@ -139,6 +139,9 @@ def test_the_faces_set_it():
     assert LocretChatModel(by_head=True).shared.settings.options
     with pytest.raises(ConfigError, match="beside a Budget"):
         Runtime(loads, loads, budget=SHARED, by_head=True)
+    for policy in ("tova", "full"):
+        with pytest.raises(ConfigError, match=f"policy '{policy}'"):
+            Runtime(loads, loads, policy=policy, by_head=True)
     guessing: dict[str, Any] = {"store_bits": 2, "exact": HostTier(chosen_by="guess")}
     for refused in (lambda: Runtime(loads, loads, by_head=True, **guessing), lambda: Runtime(
             loads, loads, budget=SHARED, **guessing), lambda: LocretChatModel(by_head=True, **guessing)):
